@@ -1,0 +1,15 @@
+"""FlashAttention for JAX."""
+
+from pallas_flash.api import flash_attention, flash_attention_with_lse
+from pallas_flash.autodiff import LSE_NAME, OUT_NAME
+from pallas_flash.backends import IMPLEMENTATIONS
+from pallas_flash.spec import AttentionOutput
+
+__all__ = [
+    "IMPLEMENTATIONS",
+    "LSE_NAME",
+    "OUT_NAME",
+    "AttentionOutput",
+    "flash_attention",
+    "flash_attention_with_lse",
+]

@@ -1,0 +1,101 @@
+"""The gradient of attention: one rule for every backend.
+
+For one query row, with x the logits before the cap, s those after it, and sums over visible keys j:
+
+    x_j = scale * (q . k_j) + bias_j            s_j = cap * tanh(x_j / cap)
+    lse = log(exp(sink) + sum_j exp(s_j))       p_j = exp(s_j - lse)
+    out = sum_j p_j v_j
+
+Given the cotangents do of out and dl of lse, with d p_j / d s_i = p_j (1[i = j] - p_i) and
+d lse / d s_j = p_j:
+
+    dv_j   = p_j do
+    dp_j   = do . v_j
+    ds_j   = p_j (dp_j - sum_i p_i dp_i + dl) = p_j (dp_j - delta),     delta = do . out - dl
+    dx_j   = ds_j (1 - tanh^2(x_j / cap))
+    dq     = scale * sum_j dx_j k_j
+    dk_j   = scale * dx_j q                     summed over the rows and the group's heads
+    dbias_j = dx_j                              summed over the axes along which bias is broadcast
+    dscale = sum_j dx_j (q . k_j)               summed over everything
+    dsink  = exp(sink - lse) (0 - delta)        summed over batch and rows: its value is zero
+
+The sum over i in ds_j is do . out (FlashAttention, Dao et al. 2022, appendix B.2), so p is the only
+quadratic quantity, and it is recomputed block by block from lse (FlashAttention-2, section 3.1.2).
+The cotangent of lse costs nothing more than the one subtraction in delta.
+"""
+
+import functools
+from typing import Protocol
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from pallas_flash.spec import AttentionOutput, AttentionSpec, ForwardOutput, Operands, Residuals
+
+OUT_NAME = "flash_attention_out"
+LSE_NAME = "flash_attention_lse"
+
+
+class Kernels(Protocol):
+    """What the rule needs of a backend; `pallas_flash.backends.Backend` has it."""
+
+    def forward(self, spec: AttentionSpec, operands: Operands) -> ForwardOutput: ...
+
+    def backward(
+        self, spec: AttentionSpec, residuals: Residuals, dout: jax.Array, dlse: jax.Array
+    ) -> Operands: ...
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def attention(kernels: Kernels, spec: AttentionSpec, operands: Operands) -> AttentionOutput:
+    """Attention by `kernels`, differentiable once in reverse mode.
+
+    In a differentiated call out and lse carry the checkpoint names `OUT_NAME` and `LSE_NAME`.
+    """
+    result = _forward(kernels, spec, operands)
+    return AttentionOutput(result.out, result.lse)
+
+
+def _attention_fwd(
+    kernels: Kernels, spec: AttentionSpec, operands: Operands
+) -> tuple[AttentionOutput, Residuals]:
+    result = _forward(kernels, spec, operands)
+    out = checkpoint_name(result.out, OUT_NAME)
+    lse = checkpoint_name(result.lse, LSE_NAME)
+    lse_low = checkpoint_name(result.lse_low, LSE_NAME)
+    return AttentionOutput(out, lse), Residuals(operands, out, lse, lse_low)
+
+
+def _attention_bwd(
+    kernels: Kernels, spec: AttentionSpec, residuals: Residuals, cotangents: AttentionOutput
+) -> tuple[Operands]:
+    return (_backward(kernels, spec, residuals, cotangents),)
+
+
+attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+# Were the two passes plain calls, a second differentiation would go into a backend's own loops, and
+# give an error about them, or through a kernel, and give who knows what.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _forward(kernels: Kernels, spec: AttentionSpec, operands: Operands) -> ForwardOutput:
+    return kernels.forward(spec, operands)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _backward(
+    kernels: Kernels, spec: AttentionSpec, residuals: Residuals, cotangents: AttentionOutput
+) -> Operands:
+    return kernels.backward(spec, residuals, cotangents.out, cotangents.lse)
+
+
+def _refuse(kernels: Kernels, spec: AttentionSpec, primals, tangents):
+    raise NotImplementedError(
+        "flash_attention offers the first derivative in reverse mode (jax.grad, jax.vjp, "
+        "jax.jacrev) and no other: not forward mode (jax.jvp, jax.jacfwd) and not the derivative "
+        "of a derivative (jax.hessian). jax.nn.dot_product_attention has both, dense."
+    )
+
+
+_forward.defjvp(_refuse)
+_backward.defjvp(_refuse)

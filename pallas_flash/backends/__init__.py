@@ -1,0 +1,136 @@
+"""What can compute attention, and which of it does.
+
+A backend is a frozen, hashable value. It is loaded when it is first asked for, by name, so that
+importing the package loads no kernel.
+"""
+
+import importlib
+from dataclasses import dataclass, fields
+from typing import Protocol, Self
+
+import jax
+import jax.numpy as jnp
+
+from pallas_flash.spec import AttentionSpec, Dims, ForwardOutput, Operands, Residuals
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a call will run.
+
+    Attributes:
+      platform: "cpu", "gpu" or "tpu".
+      kind: the maker's name of it, such as "NVIDIA H200".
+      compute_capability: of an NVIDIA GPU, such as "9.0"; None elsewhere.
+    """
+
+    platform: str
+    kind: str
+    compute_capability: str | None = None
+
+    @classmethod
+    def of(cls, x: jax.Array) -> Self:
+        """Where `x` lives; for what lives nowhere yet, where JAX runs things by default."""
+        if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
+            device = min(x.devices(), key=lambda device: device.id)
+        else:
+            # pyrefly: ignore[missing-attribute]  # JAX makes its options attributes at run time.
+            default = jax.config.jax_default_device
+            device = jax.devices(default)[0] if isinstance(default, str | None) else default
+        capability = getattr(device, "compute_capability", None)
+        return cls(device.platform, device.device_kind, capability)
+
+    def __str__(self) -> str:
+        return f"{self.platform} ({self.kind})"
+
+
+class Backend(Protocol):
+    """One way to compute attention. Layouts, padding and blocks are its own affair."""
+
+    @property
+    def name(self) -> str:
+        """As in the argument `implementation`."""
+        ...
+
+    def unsupported_reasons(
+        self, spec: AttentionSpec, dims: Dims, dtype: jnp.dtype, device: Device
+    ) -> tuple[str, ...]:
+        """Why it cannot run such a call, a sentence each; empty where it can."""
+        ...
+
+    def forward(self, spec: AttentionSpec, operands: Operands) -> ForwardOutput:
+        """Attention and its lse."""
+        ...
+
+    def backward(
+        self, spec: AttentionSpec, residuals: Residuals, dout: jax.Array, dlse: jax.Array
+    ) -> Operands:
+        """The gradient of every float operand that is not None, in its dtype; None for the rest."""
+        ...
+
+
+IMPLEMENTATIONS = ("triton", "interpret", "xla")
+
+# In order of speed where they run. The interpreter is for tests: it runs when it is named.
+_CANDIDATES = ("triton", "xla")
+
+
+def load(name: str) -> Backend:
+    """The backend of that name, of `IMPLEMENTATIONS`."""
+    if name == "xla":
+        return importlib.import_module("pallas_flash.backends.xla").XlaBackend()
+    triton = importlib.import_module("pallas_flash.backends.triton")
+    return triton.TritonBackend(interpret=name == "interpret")
+
+
+def select(
+    implementation: str | Backend | None, spec: AttentionSpec, operands: Operands
+) -> Backend:
+    """The backend that runs the call: the one named, or else the first candidate that can.
+
+    Raises:
+      ValueError: no backend has that name.
+      NotImplementedError: it, or where none is named every candidate, has reasons not to run it.
+    """
+    if implementation is None:
+        candidates = [load(name) for name in _CANDIDATES]
+    elif not isinstance(implementation, str):
+        candidates = [implementation]
+    elif implementation in IMPLEMENTATIONS:
+        candidates = [load(implementation)]
+    else:
+        known = ", ".join(repr(name) for name in IMPLEMENTATIONS)
+        raise ValueError(
+            f"implementation: expected None, one of {known}, or a backend, got {implementation!r}"
+        )
+    refusals = []
+    for backend in candidates:
+        reasons = unsupported_reasons(backend, spec, operands)
+        if not reasons:
+            return backend
+        refusals.extend(f"  {backend.name}: {reason}" for reason in reasons)
+    raise NotImplementedError("\n".join([_refused(spec, operands), *refusals]))
+
+
+def unsupported_reasons(
+    backend: Backend, spec: AttentionSpec, operands: Operands
+) -> tuple[str, ...]:
+    """Why the backend cannot run the call where its query is; empty where it can."""
+    dtype, device = operands.query.dtype, Device.of(operands.query)
+    return backend.unsupported_reasons(spec, Dims.of(operands), dtype, device)
+
+
+def _refused(spec: AttentionSpec, operands: Operands) -> str:
+    """The inputs of a call that nothing can run: arrays by shape, options that are not the default."""
+    arrays = [
+        f"{name} {x.dtype}{list(x.shape)}"
+        for name, x in operands._asdict().items()
+        if x is not None
+    ]
+    options = [
+        f"{field.name}={getattr(spec, field.name)}"
+        for field in fields(spec)
+        if getattr(spec, field.name) != field.default
+    ]
+    device = Device.of(operands.query)
+    return f"no implementation can run {', '.join(arrays + options)} on {device}:"

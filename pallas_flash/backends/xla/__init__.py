@@ -1,0 +1,49 @@
+"""Blockwise attention in plain JAX: linear memory forward and backward, on any platform."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from pallas_flash.backends import Device
+from pallas_flash.backends.xla.backward import backward
+from pallas_flash.backends.xla.forward import forward
+from pallas_flash.spec import AttentionSpec, Dims, ForwardOutput, Operands, Residuals
+
+
+@dataclass(frozen=True)
+class XlaBackend:
+    """Attention by XLA alone.
+
+    Attributes:
+      block_q: queries in a block.
+      block_k: keys in a block.
+    """
+
+    block_q: int = 256
+    block_k: int = 256
+
+    name: ClassVar[str] = "xla"
+
+    def __post_init__(self) -> None:
+        for field in ("block_q", "block_k"):
+            size = getattr(self, field)
+            if type(size) is not int or size < 1:
+                raise ValueError(f"{field}: expected an int >= 1, got {size!r}")
+
+    def unsupported_reasons(
+        self, spec: AttentionSpec, dims: Dims, dtype: jnp.dtype, device: Device
+    ) -> tuple[str, ...]:
+        """Why this backend cannot run the call: never anything."""
+        return ()
+
+    def forward(self, spec: AttentionSpec, operands: Operands) -> ForwardOutput:
+        """Attention and its lse."""
+        return forward(spec, (self.block_q, self.block_k), operands)
+
+    def backward(
+        self, spec: AttentionSpec, residuals: Residuals, dout: jax.Array, dlse: jax.Array
+    ) -> Operands:
+        """The gradient of each float operand; None for the others."""
+        return backward(spec, (self.block_q, self.block_k), residuals, dout, dlse)

@@ -1,0 +1,44 @@
+"""The forward: FlashAttention-2, algorithm 1 (Dao, 2023), over all batch rows and heads at once."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_flash import softmax
+from pallas_flash.backends.xla.tile import Call
+from pallas_flash.spec import AttentionSpec, ForwardOutput, Operands
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def forward(spec: AttentionSpec, blocks: tuple[int, int], operands: Operands) -> ForwardOutput:
+    """Attention and its lse, with blocks of (block_q, block_k)."""
+    call = Call.of(spec, operands, *blocks)
+    dims = call.dims
+    rows = (dims.batch, dims.key_heads, dims.group, call.queries.size)
+
+    def query_block(i, outputs):
+        q = call.query(i)
+        first, last = call.key_blocks(i)
+
+        def key_block(j, state):
+            tile = call.tile(q, call.key_tile(operands.key, j), i, j)
+            v = call.key_tile(operands.value, j)
+            return softmax.update(state, tile.logits, lambda p: call.dot("bkgqj,bkjh->bkgqh", p, v))
+
+        state = softmax.init(rows, dims.value_head_dim, call.sinks(i))
+        out, lse, lse_low = softmax.finish(call.keys.fold(first, last, key_block, state))
+        return ForwardOutput(
+            *(
+                lax.dynamic_update_slice_in_dim(
+                    whole, call.from_query_tile(x).astype(whole.dtype), call.queries.start(i), 1
+                )
+                for whole, x in zip(outputs, (out, lse, lse_low), strict=True)
+            )
+        )
+
+    statistics = jnp.zeros((dims.batch, dims.query_length, dims.query_heads), jnp.float32)
+    out = jnp.zeros((*statistics.shape, dims.value_head_dim), operands.query.dtype)
+    outputs = ForwardOutput(out, statistics, statistics)
+    return call.queries.fold(0, call.queries.count, query_block, outputs)

@@ -1,0 +1,18 @@
+"""Strict JAX for every test, and a fresh seed for each run."""
+
+import jax
+import numpy as np
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+SEED = int(np.random.SeedSequence().generate_state(1)[0])
+
+
+@pytest.fixture
+def seed() -> int:
+    """Another one each run: a result must not hang on lucky numbers. Shown where a test fails."""
+    print(f"seed {SEED}")
+    return SEED

@@ -1,0 +1,563 @@
+"""A malformed call is refused when it is made, and the message says what was wrong with it."""
+
+import contextlib
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_flash import IMPLEMENTATIONS, flash_attention, flash_attention_with_lse
+from pallas_flash.backends.xla import XlaBackend
+
+FARTHEST = 2**30 - 1
+
+
+def zeros(*shape: int, dtype: str = "float32") -> jax.Array:
+    return jnp.zeros(shape, dtype)
+
+
+def ints(*shape: int) -> jax.Array:
+    return zeros(*shape, dtype="int32")
+
+
+def base() -> dict[str, object]:
+    """B = 2, T = 3, S = 5, N = 4, K = 2, H = 8 and Hv = 6."""
+    return {"query": zeros(2, 3, 4, 8), "key": zeros(2, 5, 2, 8), "value": zeros(2, 5, 2, 6)}
+
+
+def unbatched() -> dict[str, object]:
+    return {name: x[0] for name, x in base().items()}
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A call, and what must be in the message: "name: expected ..., got ..."."""
+
+    id: str
+    arguments: dict[str, object]
+    name: str
+    expected: tuple[str, ...]
+    got: str
+    start: dict[str, object] = field(default_factory=base)
+
+    @property
+    def call(self) -> dict[str, object]:
+        return {**self.start, **self.arguments}
+
+
+def bad(id: str, name: str, x: object, expected: str | tuple, got: str | None = None, **more) -> Bad:
+    """The argument `name` is wrong: it is `x`, and the message says so."""
+    if got is None:
+        got = f"{x.dtype}{list(x.shape)}" if isinstance(x, jax.Array) else str(x)
+    expected = (expected,) if isinstance(expected, str) else expected
+    return Bad(id, {name: x, **more.pop("also", {})}, name, expected, got, **more)
+
+
+def several_batch_dims(key_batch: tuple[int, int]) -> dict[str, object]:
+    return {
+        "query": zeros(2, 3, 3, 4, 8),
+        "key": zeros(*key_batch, 5, 2, 8),
+        "value": zeros(2, 3, 5, 2, 6),
+    }
+
+
+RANKS = ("[T, N, H]", "[B, T, N, H]")
+
+SHAPES = [
+    bad("query-1d", "query", zeros(8), RANKS),
+    bad("query-2d", "query", zeros(3, 8), RANKS),
+    bad("key-rank-lower", "key", zeros(5, 2, 8), ("query's 4", "[..., S, K, H]")),
+    bad("key-rank-higher", "key", zeros(2, 1, 5, 2, 8), ("query's 4", "[..., S, K, H]")),
+    bad("value-rank-lower", "value", zeros(5, 2, 6), ("query's 4", "[..., S, K, Hv]")),
+    bad("value-rank-higher", "value", zeros(1, 2, 5, 2, 6), ("query's 4", "[..., S, K, Hv]")),
+    bad("value-length", "value", zeros(2, 4, 2, 6), ("key's length", "[..., 5, 2, Hv]")),
+    bad("value-heads", "value", zeros(2, 5, 4, 6), ("heads", "[..., 5, 2, Hv]")),
+    bad("key-batch", "key", zeros(3, 5, 2, 8), "query's batch dims [2]"),
+    bad("key-batch-1", "key", zeros(1, 5, 2, 8), "query's batch dims [2]"),
+    bad("value-batch", "value", zeros(3, 5, 2, 6), "query's batch dims [2]"),
+    bad(
+        "key-batch-transposed",
+        "key",
+        zeros(3, 2, 5, 2, 8),
+        "query's batch dims [2, 3]",
+        start=several_batch_dims((3, 2)),
+    ),
+    bad("head-dim", "key", zeros(2, 5, 2, 7), "query's head dim 8"),
+    bad("heads-not-a-multiple", "key", zeros(2, 5, 3, 8), "divides query's 4"),
+    bad("heads-more-than-query", "key", zeros(2, 5, 8, 8), "divides query's 4"),
+    bad("query-no-heads", "query", zeros(2, 3, 0, 8), "at least one head"),
+    bad("key-no-heads", "key", zeros(2, 5, 0, 8), "at least one head"),
+    bad(
+        "no-heads-anywhere",
+        "query",
+        zeros(2, 3, 0, 8),
+        "at least one head",
+        also={"key": zeros(2, 5, 0, 8), "value": zeros(2, 5, 0, 6)},
+    ),
+    bad(
+        "no-head-dim",
+        "query",
+        zeros(2, 3, 4, 0),
+        "head dim of at least 1",
+        also={"key": zeros(2, 5, 2, 0)},
+    ),
+    bad("no-value-head-dim", "value", zeros(2, 5, 2, 0), "head dim of at least 1"),
+]
+
+
+def dtypes(query: str, key: str, value: str) -> Bad:
+    """The three dtypes named; all of them in the message."""
+    given = base()
+    given = {
+        name: given[name].astype(dtype)
+        for name, dtype in (("query", query), ("key", key), ("value", value))
+    }
+    got = f"query {query}, key {key}, value {value}"
+    expected = ("one dtype for all three", "float32, bfloat16, float16")
+    return Bad("-".join((query, key, value)), given, "query, key, value", expected, got)
+
+
+DTYPES = [
+    dtypes("bfloat16", "float32", "float32"),
+    dtypes("float32", "float16", "float32"),
+    dtypes("float32", "float32", "bfloat16"),
+    dtypes("float32", "bfloat16", "float16"),
+    *(dtypes(x, x, x) for x in ("int32", "int8", "bool", "complex64", "float8_e4m3fn")),
+]
+
+NOT_ARRAYS = [
+    bad("query-none", "query", None, "an array", "None"),
+    bad("query-string", "query", "tokens", "an array", "'tokens'"),
+    bad("key-ragged", "key", [[1.0], [1.0, 2.0]], "an array", "[[1.0], [1.0, 2.0]]"),
+    bad(
+        "value-only-a-shape",
+        "value",
+        jax.ShapeDtypeStruct((2, 5, 2, 6), jnp.float32),
+        "an array",
+        "ShapeDtypeStruct",
+    ),
+    bad("bias-string", "bias", "alibi", "array", "'alibi'"),
+    bad("mask-string", "mask", "causal", "array", "'causal'"),
+    bad("sinks-string", "sinks", "zero", "array", "'zero'"),
+]
+
+PAIRS = "each axis 1 or that of [..., N, T, S] = "
+MASK, BIAS = ("a bool array", PAIRS), ("a float array", PAIRS)
+
+BIAS_AND_MASK = [
+    bad("mask-float", "mask", zeros(2, 4, 3, 5), (*MASK, "[2, 4, 3, 5]")),
+    bad("mask-int", "mask", ints(3, 5), MASK),
+    bad("mask-length", "mask", zeros(2, 4, 3, 6, dtype="bool"), (*MASK, "[2, 4, 3, 5]")),
+    bad("mask-key-heads", "mask", zeros(2, 2, 3, 5, dtype="bool"), MASK),
+    bad("mask-transposed", "mask", zeros(5, 3, dtype="bool"), MASK),
+    bad("mask-batch-only", "mask", zeros(2, 5, dtype="bool"), MASK),
+    bad("mask-5d", "mask", zeros(1, 2, 4, 3, 5, dtype="bool"), MASK),
+    bad("mask-empty-axis", "mask", zeros(2, 4, 3, 0, dtype="bool"), MASK),
+    bad("bias-int", "bias", ints(2, 4, 3, 5), (*BIAS, "[2, 4, 3, 5]")),
+    bad("bias-bool", "bias", zeros(3, 5, dtype="bool"), BIAS),
+    bad("bias-complex", "bias", zeros(3, 5, dtype="complex64"), BIAS),
+    bad("bias-length", "bias", zeros(4, 1, 4), BIAS),
+    bad("bias-batch", "bias", zeros(3, 1, 1, 5), BIAS),
+    bad("bias-5d", "bias", zeros(1, 1, 1, 3, 5), BIAS),
+    bad("bias-6d", "bias", zeros(1, 1, 1, 1, 3, 5), BIAS),
+    bad("bias-batch-of-unbatched", "bias", zeros(2, 4, 3, 5), BIAS, start=unbatched()),
+    bad(
+        "bias-one-batch-dim-of-two",
+        "bias",
+        zeros(6, 4, 3, 5),
+        (*BIAS, "[2, 3, 4, 3, 5]"),
+        start=several_batch_dims((2, 3)),
+    ),
+]
+
+PAIR_OF_INTS = "an int >= 0 or a pair (left, right) of such"
+
+WINDOW = [
+    bad(id, "local_window_size", x, PAIR_OF_INTS, repr(x))
+    for id, x in {
+        "negative": -1,
+        "negative-left": (-1, 2),
+        "negative-right": (2, -1),
+        "three": (1, 2, 3),
+        "one": (1,),
+        "none-at-all": (),
+        "float": 2.0,
+        "float-right": (1, 2.0),
+        "bool": True,
+        "bool-left": (False, 1),
+        "half-open": (None, 0),
+        "string": "12",
+        "array": np.array([1, 2]),
+    }.items()
+]
+
+SOFT_CAP = [
+    bad(id, "logits_soft_cap", x, "a finite number > 0 or None", repr(x))
+    for id, x in {
+        "zero": 0,
+        "zero-float": 0.0,
+        "negative": -30.0,
+        "nan": float("nan"),
+        "inf": float("inf"),
+        "numpy-inf": np.float32("inf"),
+        "beyond-float": 10**400,
+        "string": "30",
+        "bool": True,
+        "complex": 30 + 0j,
+        "array": jnp.float32(30.0),
+    }.items()
+]
+
+LENGTHS = [
+    bad(f"{name}-{id}", name, x, ("an integer array of shape [2]",), got)
+    for name in ("query_seq_lengths", "key_value_seq_lengths")
+    for id, x, got in (
+        ("shape", ints(3), "int32[3]"),
+        ("rank", ints(2, 1), "int32[2, 1]"),
+        ("scalar", 3, "int32[]"),
+        ("float", zeros(2), "float32[2]"),
+        ("float-list", [3.0, 2.0], "float32[2]"),
+        ("bool", zeros(2, dtype="bool"), "bool[2]"),
+        ("string", "33", "'33'"),
+        ("beyond-int32", [2**40, 1], "[1099511627776, 1]"),
+        ("unbatched", ints(2), "int32[2]"),
+    )
+    if id != "unbatched"
+] + [
+    bad(f"{name}-of-unbatched", name, ints(2), ("an integer array of shape", "[1]"), start=unbatched())
+    for name in ("query_seq_lengths", "key_value_seq_lengths")
+]
+
+OFFSET_SHAPES = "an integer array of shape [] or [2]"
+NEAR = f"{FARTHEST}"
+
+OFFSET = [
+    bad("offset-shape", "query_offset", ints(3), OFFSET_SHAPES),
+    bad("offset-rank", "query_offset", ints(2, 1), OFFSET_SHAPES),
+    bad("offset-per-row", "query_offset", ints(2, 3), OFFSET_SHAPES),
+    bad("offset-float", "query_offset", 1.5, OFFSET_SHAPES, "float32[]"),
+    bad("offset-float-array", "query_offset", zeros(2), OFFSET_SHAPES),
+    bad("offset-bool", "query_offset", True, OFFSET_SHAPES, "bool[]"),
+    bad("offset-numpy-bool", "query_offset", np.True_, OFFSET_SHAPES, "bool[]"),
+    bad("offset-bool-array", "query_offset", zeros(2, dtype="bool"), OFFSET_SHAPES),
+    bad("offset-complex", "query_offset", 1j, OFFSET_SHAPES, "complex64[]"),
+    bad("offset-string", "query_offset", "1", "an", "'1'"),
+    bad("offset-none", "query_offset", None, "an", "None"),
+    bad("offset-too-large", "query_offset", FARTHEST + 1, NEAR),
+    bad("offset-too-small", "query_offset", -FARTHEST - 1, NEAR),
+    bad("offset-beyond-int64", "query_offset", 2**70, NEAR),
+    bad("offset-numpy-too-large", "query_offset", np.int64(2**40), NEAR),
+    bad("offset-list-too-large", "query_offset", [2**40, 0], "an", "[1099511627776, 0]"),
+]
+
+SEGMENTS = [
+    bad(
+        "only-query-ids",
+        "key_value_segment_ids",
+        None,
+        ("an integer array", "query_segment_ids is given", "T = 3", "S = 5"),
+        also={"query_segment_ids": ints(2, 3)},
+    ),
+    bad(
+        "only-key-ids",
+        "query_segment_ids",
+        None,
+        ("an integer array", "key_value_segment_ids is given", "T = 3", "S = 5"),
+        also={"key_value_segment_ids": ints(2, 5)},
+    ),
+    *(
+        bad(
+            f"{side}-ids-{id}",
+            f"{side}_segment_ids",
+            x,
+            f"an integer array of shape [2, {length}]",
+            also={f"{other}_segment_ids": ints(2, 8 - length)},
+        )
+        for side, other, length in (("query", "key_value", 3), ("key_value", "query", 5))
+        for id, x in {
+            "length": ints(2, 4),
+            "batch": ints(1, length),
+            "no-batch": ints(length),
+            "rank": ints(2, length, 1),
+            "float": zeros(2, length),
+            "bool": zeros(2, length, dtype="bool"),
+        }.items()
+    ),
+]
+
+SINKS = [
+    bad(f"sinks-{id}", "sinks", x, "a float array [N] = [4]", got)
+    for id, x, got in (
+        ("key-heads", zeros(2), None),
+        ("batched", zeros(2, 4), None),
+        ("scalar", 0.0, "float32[]"),
+        ("int", ints(4), None),
+        ("bool", zeros(4, dtype="bool"), None),
+        ("complex", zeros(4, dtype="complex64"), None),
+    )
+]
+
+SCALE = [
+    bad(f"scale-{id}", "scale", x, expected, got)
+    for id, x, expected, got in (
+        ("complex", 1j, "a real number", "complex64[]"),
+        ("numpy-complex", np.complex64(1j), "a real number", "1j"),
+        ("complex-array", zeros(dtype="complex64"), "a real number", "complex64[]"),
+        ("bool", True, "a real number", "True"),
+        ("numpy-bool", np.True_, "a real number", "True"),
+        ("0d-numpy-bool", np.array(True), "a real number", "True"),
+        ("bool-array", zeros(dtype="bool"), "a real number", "bool[]"),
+        ("nan", float("nan"), "finite", "nan"),
+        ("inf", float("inf"), "finite", "inf"),
+        ("minus-inf", np.float32("-inf"), "finite", "-inf"),
+        ("beyond-float", 10**400, "finite", ""),
+        ("beyond-float32", 1e300, "finite", "1e+300"),
+        ("two", zeros(2), "a real number", "float32[2]"),
+        ("one-in-a-row", zeros(1), "a real number", "float32[1]"),
+        ("list", [0.5, 0.25], "a real number", "float32[2]"),
+        ("numpy-two", np.zeros(2, np.float32), "a real number", "float32[2]"),
+        ("string", "0.5", "a real number", "'0.5'"),
+        ("numpy-string", np.str_("half"), "a real number", "half"),
+        ("0d-numpy-string", np.array("half"), "a real number", "half"),
+        ("0d-numpy-object", np.array(None), "a real number", "None"),
+        ("date", np.datetime64("2020-01-01"), "a real number", "2020-01-01"),
+    )
+]
+
+CAUSAL = [
+    bad(f"is_causal-{id}", "is_causal", x, "a bool", got)
+    for id, x, got in (
+        ("int", 1, "int: 1"),
+        ("none", None, "None"),
+        ("string", "yes", "'yes'"),
+        ("0d-numpy", np.array(True), "array(True)"),
+        ("0d-array", jnp.array(True), "Array(True"),
+    )
+]
+
+PRECISION = [
+    bad(f"precision-{id}", "precision", x, ("'highest'", "jax.lax.Precision"), repr(x))
+    for id, x in {"unknown": "quick", "int": 3, "pair": ("highest", "highest")}.items()
+]
+
+IMPLEMENTATION = [
+    bad(f"implementation-{id}", "implementation", x, tuple(map(repr, IMPLEMENTATIONS)), got)
+    for id, x, got in (
+        ("cudnn", "cudnn", "'cudnn'"),
+        ("empty", "", "''"),
+        ("capitals", "XLA", "'XLA'"),
+        ("int", 3, "3"),
+        ("bytes", b"xla", "b'xla'"),
+        ("tuple", ("xla", "triton"), "('xla', 'triton')"),
+        ("class", XlaBackend, "XlaBackend"),
+        ("array", np.zeros(2), "array"),
+    )
+]
+
+CALLS = [
+    *SHAPES,
+    *DTYPES,
+    *NOT_ARRAYS,
+    *BIAS_AND_MASK,
+    *(Bad(f"window-{x.id}", x.arguments, x.name, x.expected, x.got) for x in WINDOW),
+    *(Bad(f"cap-{x.id}", x.arguments, x.name, x.expected, x.got) for x in SOFT_CAP),
+    *LENGTHS,
+    *OFFSET,
+    *SEGMENTS,
+    *SINKS,
+    *SCALE,
+    *CAUSAL,
+    *PRECISION,
+    *IMPLEMENTATION,
+]
+
+
+def arrays_of(call: dict[str, object]) -> dict[str, jax.Array]:
+    return {name: x for name, x in call.items() if isinstance(x, jax.Array)}
+
+
+def directly(call: dict[str, object]) -> None:
+    flash_attention_with_lse(**call)
+
+
+def traced(call: dict[str, object]) -> None:
+    """Only traced: an error that comes later is not seen."""
+    arrays = {name: x for name, x in arrays_of(call).items() if name not in STATIC}
+    rest = {name: x for name, x in call.items() if name not in arrays}
+    jax.eval_shape(lambda arrays: flash_attention_with_lse(**arrays, **rest), arrays)
+
+
+def differentiated(call: dict[str, object]) -> None:
+    """Only the forward of a gradient, in every float array; the backward is never called."""
+    arrays = arrays_of(call)
+    floats = {
+        name: x
+        for name, x in arrays.items()
+        if name not in STATIC and jnp.issubdtype(x.dtype, jnp.floating)
+    }
+    rest = {name: x for name, x in call.items() if name not in floats}
+    jax.vjp(lambda floats: flash_attention_with_lse(**floats, **rest), floats)
+
+
+# Arguments that a tracer is an error for, whatever it holds.
+STATIC = ("is_causal", "local_window_size", "logits_soft_cap", "precision", "implementation")
+WAYS = (directly, traced, differentiated)
+
+
+def check_message(message: str, name: str, expected: tuple[str, ...], got: str) -> None:
+    start = f"{name}: expected "
+    assert message.startswith(start)
+    wanted, separator, came = message.removeprefix(start).partition(", got ")
+    assert separator
+    assert all(part in wanted for part in expected)
+    assert got in came
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("case", CALLS, ids=lambda case: case.id)
+def test_malformed_call(case, way):
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is checked below
+        way(case.call)
+    check_message(str(caught.value), case.name, case.expected, case.got)
+
+
+def test_case_ids_are_unique():
+    assert len({case.id for case in CALLS}) == len(CALLS)
+
+
+def test_both_functions_check_alike():
+    with pytest.raises(ValueError, match=r"^mask: expected a bool array.*, got int32\[3, 5\]$"):
+        flash_attention(**base(), mask=ints(3, 5))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("names", [("query",), ("query", "key", "value")], ids="-".join)
+def test_float64(names, way):
+    with jax.enable_x64(True):
+        call = base()
+        call |= {name: call[name].astype("float64") for name in names}
+        with pytest.raises(ValueError, match="^query, key, value: expected one dtype") as caught:
+            way(call)
+    assert "float32, bfloat16, float16, got query float64, key float" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("is_causal", True, "a bool"),
+        ("local_window_size", 3, PAIR_OF_INTS),
+        ("logits_soft_cap", 30.0, "a finite number > 0 or None"),
+    ],
+)
+def test_static_argument_that_is_traced(name, value, expected):
+    @jax.jit
+    def call(x):
+        return flash_attention(**base(), **{name: x})
+
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is checked below
+        call(value)
+    check_message(str(caught.value), name, (expected,), "Trace")
+
+
+# Arrays whose values are known when the call is made, and fall outside what int32 positions hold.
+@pytest.mark.parametrize("value", [2**40, -(2**40), 2**31 - 1, FARTHEST + 1, -FARTHEST - 1])
+@pytest.mark.parametrize("form", [np.array, lambda x: np.array([0, x])], ids=["0d", "1d"])
+def test_offset_array_too_large(form, value):
+    x = form(np.int64(value))
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the message is checked below
+        flash_attention(**base(), query_offset=x)
+    check_message(str(caught.value), "query_offset", (NEAR,), str(value))
+
+
+class Refusing:
+    """A backend that runs nothing."""
+
+    name = "refusing"
+
+    def unsupported_reasons(self, spec, dims, dtype, device):
+        return ("it rains", f"S = {dims.key_length} is odd")
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("name", ["triton", "interpret"])
+def test_implementation_that_cannot_run(name, way):
+    call = base() | {"bias": zeros(4, 3, 5, dtype="bfloat16"), "query_seq_lengths": ints(2)}
+    with pytest.raises(NotImplementedError, match=rf"\n  {name}: .*not written yet") as caught:
+        way({**call, "implementation": name})
+    inputs = (
+        "query float32[2, 3, 4, 8]",
+        "key float32[2, 5, 2, 8]",
+        "value float32[2, 5, 2, 6]",
+        "bias bfloat16[1, 4, 3, 5]",
+        "query_seq_lengths int32[2]",
+    )
+    assert [str(caught.value).count(x) for x in inputs] == [1] * len(inputs)
+    assert "xla" not in str(caught.value)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_every_reason_is_listed_and_nothing_else_runs(way):
+    with pytest.raises(NotImplementedError) as caught:
+        way({**base(), "implementation": Refusing()})
+    message = str(caught.value)
+    assert "\n  refusing: it rains\n  refusing: S = 5 is odd" in message
+    assert message.count("query float32[2, 3, 4, 8]") == 1
+
+
+@pytest.mark.parametrize("name", ["triton", "interpret"])
+def test_malformed_comes_before_unsupported(name):
+    with pytest.raises(ValueError, match="^sinks: expected"):
+        flash_attention(**base(), sinks=zeros(2), implementation=name)
+
+
+# Dot algorithms that XLA has on no CPU.
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("precision", ["TF32_TF32_F32", "F16_F16_F32", "BF16_BF16_BF16"])
+def test_precision_that_the_device_lacks(precision, way):
+    if jax.default_backend() != "cpu":
+        pytest.skip("of CPUs")
+    with pytest.raises(NotImplementedError, match=f"xla: .*{precision}"):
+        way({**base(), "precision": precision, "implementation": "xla"})
+
+
+def test_precision_of_the_configuration_that_is_none_of_ours():
+    with jax.default_matmul_precision("F8_F8_F32"), pytest.raises(ValueError, match="precision"):
+        flash_attention(**base())
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["return_residual", "segment_ids", "causal", "softmax_scale", "dropout_rate", "q_offset"],
+)
+@pytest.mark.parametrize("function", [flash_attention, flash_attention_with_lse])
+def test_unknown_keyword(function, name):
+    with pytest.raises(TypeError, match=f"'{name}'"):
+        function(**base(), **{name: True})
+
+
+def test_options_go_by_name():
+    with pytest.raises(TypeError, match="positional"):
+        flash_attention(*base().values(), None, None, 0.5)
+
+
+@pytest.mark.parametrize("name", ["block_q", "block_k"])
+@pytest.mark.parametrize("size", [0, -16, 2.5, 16.0, True, "16", None, (16,)], ids=repr)
+def test_block_size(name, size):
+    with pytest.raises(ValueError, match=f"^{name}: expected ") as caught:
+        XlaBackend(**{name: size})
+    check_message(str(caught.value), name, ("int",), repr(size))
+
+
+def test_block_sizes_that_do_not_exist():
+    with pytest.raises(TypeError, match="block_d"):
+        XlaBackend(block_d=16)
+
+
+def test_nothing_is_left_behind():
+    """A refused call must not spoil the next one, as half-entered contexts would."""
+    for case in (SHAPES[1], WINDOW[0], IMPLEMENTATION[3]):
+        with contextlib.suppress(ValueError, AttributeError):
+            directly(case.call)
+    assert flash_attention(**base()).shape == (2, 3, 4, 6)

@@ -1,0 +1,88 @@
+"""The import law: imports run one way, and importing the package loads no kernel and no extra."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import pallas_flash
+
+PACKAGE = Path(pallas_flash.__file__).parent
+
+# What each room may import of the others. A new room is not allowed anything until it stands here.
+ALLOWED = {
+    "__init__": {"api", "autodiff", "backends", "spec"},
+    "api": {"autodiff", "backends", "spec", "validate"},
+    "autodiff": {"spec"},
+    "backends": {"spec"},
+    "backends.triton": {"backends", "spec"},
+    "backends.xla": {"backends", "backends.xla.backward", "backends.xla.forward", "spec"},
+    "backends.xla.backward": {"backends.xla.tile", "spec"},
+    "backends.xla.forward": {"backends.xla.tile", "softmax", "spec"},
+    "backends.xla.tile": {"masks", "spec"},
+    "masks": {"spec"},
+    "reference": {"spec"},
+    "softmax": set(),
+    "spec": set(),
+    "testing": {"reference", "spec"},
+    "validate": {"spec"},
+}
+
+# What may be imported from outside: the standard library aside, the run-time needs alone.
+OUTSIDE = {"jax", "numpy"}
+
+
+def room_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    if parts[-1] == "__init__" and len(parts) > 1:
+        parts = parts[:-1]
+    return ".".join(parts)
+
+
+ROOMS = {room_of(path): path for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Full names of what a file imports, at any depth of its code."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            # `from package import room` imports the room, `from room import name` the name in it.
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                is_room = inner.removeprefix("pallas_flash.") in ROOMS
+                names.add(inner if is_room else str(node.module))
+    return names
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_imports_run_one_way(room):
+    names = imported_modules(ROOMS[room])
+    ours = {n.removeprefix("pallas_flash.") for n in names if n.split(".")[0] == "pallas_flash"}
+    assert ours <= ALLOWED[room]
+
+
+def test_no_room_is_listed_that_does_not_exist():
+    assert set(ALLOWED) == set(ROOMS)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_only_the_run_time_needs_are_imported(room):
+    roots = {name.split(".")[0] for name in imported_modules(ROOMS[room])}
+    assert roots - set(sys.stdlib_module_names) - {"pallas_flash"} <= OUTSIDE
+
+
+def test_a_fresh_import_loads_no_kernel_and_no_extra():
+    code = "import pallas_flash, sys; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert "pallas_flash.api" in loaded
+    unwanted = ("flax", "triton", "jax.experimental.pallas", "jax._src.pallas")
+    assert [name for name in loaded if name.startswith(unwanted)] == []
+    assert [name for name in loaded if name.startswith("pallas_flash.backends.")] == []

@@ -1,0 +1,83 @@
+"""Mask arithmetic against brute force over every pair of positions."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from pallas_flash import masks
+from pallas_flash.spec import AttentionSpec
+
+SPECS = [
+    AttentionSpec(),
+    AttentionSpec(is_causal=True),
+    AttentionSpec(local_window_size=(0, 0)),
+    AttentionSpec(local_window_size=(3, 5)),
+    AttentionSpec(local_window_size=(4, 9), is_causal=True),
+    AttentionSpec(local_window_size=(2**30 - 1, 2)),
+]
+
+
+def sees(spec: AttentionSpec, q: int, k: int) -> bool:
+    if spec.is_causal and k > q:
+        return False
+    if spec.local_window_size is None:
+        return True
+    left, right = spec.local_window_size
+    return q - left <= k <= q + right
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_visible_is_the_definition(spec):
+    q_pos, k_pos = np.arange(-5, 20)[:, None], np.arange(15)[None, :]
+    expected = [[sees(spec, q, k) for k in range(15)] for q in range(-5, 20)]
+    visible = masks.visible(spec, q_pos, k_pos)
+    if visible is None:
+        assert np.all(expected)
+    else:
+        np.testing.assert_array_equal(visible, expected)
+
+
+def test_visible_knows_lengths_and_segments():
+    q_pos, k_pos = np.arange(3)[:, None], np.arange(4)[None, :]
+    q_segment, k_segment = np.array([[0], [1], [7]]), np.array([[1, 0, 1, 1]])
+    visible = masks.visible(
+        AttentionSpec(), q_pos, k_pos, key_length=3, q_segment=q_segment, k_segment=k_segment
+    )
+    np.testing.assert_array_equal(
+        visible, [[False, True, False, False], [True, False, True, False], [False] * 4]
+    )
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_ranges_leave_out_nothing_and_are_tight(spec):
+    length = 13
+    for first, count, offset in itertools.product(range(0, 24, 3), (1, 4), (0, 6, -7)):
+        last = first + count - 1
+        seen = [
+            k for k in range(length) if any(sees(spec, q + offset, k) for q in range(first, last + 1))
+        ]
+        assert_spans(masks.key_range(spec, first + offset, last + offset, length), seen)
+        seen_by = [
+            q
+            for q in range(length)
+            if any(sees(spec, q + offset, k) for k in range(first, last + 1))
+        ]
+        assert_spans(masks.query_range(spec, first, last, length, offset), seen_by)
+
+
+def assert_spans(bounds, members: list[int]) -> None:
+    """The range is the smallest that holds the members; without members it is empty."""
+    start, stop = map(int, bounds)
+    if members:
+        assert (start, stop) == (members[0], members[-1] + 1)
+    else:
+        assert start >= stop
+
+
+@pytest.mark.parametrize("block_size", [1, 4, 16])
+def test_blocks_hold_the_range(block_size):
+    for start, stop in itertools.product(range(20), repeat=2):
+        first, last = map(int, masks.blocks(start, stop, block_size))
+        expected = sorted({position // block_size for position in range(start, stop)})
+        assert list(range(first, last)) == expected
