@@ -120,15 +120,11 @@ def make_inputs(case: Case, seed: int) -> Inputs:
             arrays[f"{name}_segment_ids"] = ids
     if case.sinks:
         arrays["sinks"] = normal(case.N, dtype=np.dtype(np.float32))
-    options = {
-        "is_causal": case.is_causal,
-        "local_window_size": case.local_window_size,
-        "logits_soft_cap": case.logits_soft_cap,
-    }
+    static = ("is_causal", "local_window_size", "logits_soft_cap", "scale")
+    options = {name: getattr(case, name) for name in static if getattr(case, name) is not None}
     if case.scale == "traced":
         arrays["scale"] = np.float32(rng.uniform(0.1, 0.5))
-    elif case.scale is not None:
-        options["scale"] = case.scale
+        del options["scale"]
     dout = normal(case.B, case.T, case.N, value_head_dim)
     dlse = normal(case.B, case.T, case.N, dtype=np.dtype(np.float32))
     return Inputs(arrays, options, dout, dlse)

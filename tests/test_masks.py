@@ -55,7 +55,9 @@ def test_ranges_leave_out_nothing_and_are_tight(spec):
     for first, count, offset in itertools.product(range(0, 24, 3), (1, 4), (0, 6, -7)):
         last = first + count - 1
         seen = [
-            k for k in range(length) if any(sees(spec, q + offset, k) for q in range(first, last + 1))
+            k
+            for k in range(length)
+            if any(sees(spec, q + offset, k) for q in range(first, last + 1))
         ]
         assert_spans(masks.key_range(spec, first + offset, last + offset, length), seen)
         seen_by = [
