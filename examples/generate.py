@@ -65,10 +65,10 @@ def reference_attention(
 def implementation_name(decoder: Decoder, requested: str | None) -> str:
     """The implementation that runs the decoder's prefill when the user asks for `requested`."""
     config, lengths = decoder.model.config, decoder.lengths
-    query = jnp.zeros((1, lengths.prefill, config.num_query_heads, config.head_size), jnp.float32)
+    query = jnp.zeros((1, lengths.prefill, config.num_query_heads, config.head_dim), jnp.float32)
     key, value = llama.empty_cache(config, 1, lengths.cache)[0]
     spec = AttentionSpec(
-        scale=config.head_size**-0.5, is_causal=True, precision=jax.lax.Precision.HIGHEST
+        scale=config.head_dim**-0.5, is_causal=True, precision=jax.lax.Precision.HIGHEST
     )
     return backends.select(requested, spec, Operands(query, key, value)).name
 

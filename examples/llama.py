@@ -1,7 +1,7 @@
 """The Llama architecture as pure functions on a pytree of parameters.
 
 Axes: B batch, T tokens of this call, S cache capacity, D embedding, N query heads, K key/value
-heads, H head size, V vocabulary.
+heads, H head dim, V vocabulary.
 """
 
 from collections.abc import Callable
@@ -45,11 +45,11 @@ class LlamaConfig:
                 f"num_query_heads must be a multiple of num_key_value_heads, got "
                 f"{self.num_query_heads} and {self.num_key_value_heads}"
             )
-        if self.head_size % 2:
-            raise ValueError(f"the head size must be even for rotary pairs, got {self.head_size}")
+        if self.head_dim % 2:
+            raise ValueError(f"the head dim must be even for rotary pairs, got {self.head_dim}")
 
     @property
-    def head_size(self) -> int:
+    def head_dim(self) -> int:
         return self.embedding_size // self.num_query_heads
 
 
@@ -88,7 +88,7 @@ Cache = tuple[LayerCache, ...]
 
 def empty_cache(config: LlamaConfig, batch_size: int, capacity: int) -> Cache:
     """A cache with room for `capacity` positions in every layer."""
-    shape = (batch_size, capacity, config.num_key_value_heads, config.head_size)
+    shape = (batch_size, capacity, config.num_key_value_heads, config.head_dim)
     return tuple(
         LayerCache(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
         for _ in range(config.num_layers)
@@ -108,7 +108,7 @@ def project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
 
 def rotary_angles(config: LlamaConfig, positions: jax.Array) -> jax.Array:
     """The angle of each pair of head dimensions at `positions` [T]: [1, T, 1, H/2]."""
-    exponents = jnp.arange(0, config.head_size, 2, dtype=jnp.float32) / config.head_size
+    exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     frequencies = config.rotary_base**-exponents
     return (positions.astype(jnp.float32)[:, None] * frequencies[None, :])[None, :, None, :]
 
@@ -136,7 +136,7 @@ def attend(
     """Self-attention of `hidden` [B, T, D] over the cache, which takes in its keys and values."""
 
     def heads(matrix: jax.Array) -> jax.Array:
-        return project(hidden, matrix).reshape(*hidden.shape[:2], -1, config.head_size)
+        return project(hidden, matrix).reshape(*hidden.shape[:2], -1, config.head_dim)
 
     angles = rotary_angles(config, offset + jnp.arange(hidden.shape[1], dtype=jnp.int32))
     query, key = rotate(heads(layer.query), angles), rotate(heads(layer.key), angles)

@@ -107,7 +107,7 @@ def read_config(reader: GGUFReader) -> LlamaConfig:
         config = LlamaConfig(**values)
     except ValueError as error:
         raise WeightsError(f"the weights file describes no Llama model: {error}") from error
-    expect_metadata(reader, "llama.rope.dimension_count", config.head_size)
+    expect_metadata(reader, "llama.rope.dimension_count", config.head_dim)
     return config
 
 

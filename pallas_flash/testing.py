@@ -55,7 +55,7 @@ class Case:
 
     @property
     def id(self) -> str:
-        """Readable and unique: sizes, then each option that is not off, such as "B2-T3-...-causal"."""
+        """Readable and unique: sizes, then each option in use, such as "B2-T3-...-causal"."""
         parts = [f"{name}{getattr(self, name)}" for name in ("B", "T", "S", "N", "K", "H")]
         short = {"is_causal": "causal", "local_window_size": "window", "logits_soft_cap": "cap"}
         for field in fields(self)[6:]:
@@ -91,7 +91,7 @@ class Inputs:
 
 
 def make_inputs(case: Case, seed: int) -> Inputs:
-    """Draw a case's arrays. 16-bit values are rounded once, here: all implementations get the same."""
+    """Draw a case's arrays, rounded to its dtype once, here: everyone gets the same."""
     rng = np.random.default_rng(seed)
     dtype = jnp.dtype(case.dtype)
     value_head_dim = case.H if case.Hv is None else case.Hv
@@ -219,8 +219,8 @@ def _rounding_step(case: Case, name: str, shape: tuple[int, ...]) -> float:
 
     To the dtype of the products for all but lse, which meets none of their roundings; and of the
     float32 sums that lead to an entry, of n terms in all, sqrt(n) steps (Higham & Mary, "A new
-    approach to probabilistic rounding error analysis", 2019, theorem 2.4). Another order of summation
-    is one such rounding, and dp - delta is one where plain attention has none.
+    approach to probabilistic rounding error analysis", 2019, theorem 2.4). Another order of
+    summation is one such rounding, and dp - delta is one where plain attention has none.
     """
     value_head_dim = case.Hv or case.H
     has_features = name in ("out", "dquery", "dkey", "dvalue")

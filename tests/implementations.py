@@ -2,17 +2,18 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_flash import backends, flash_attention_with_lse, testing
+from pallas_flash import AttentionOutput, backends, flash_attention_with_lse, testing
 from pallas_flash.backends.xla import XlaBackend
 from pallas_flash.reference import reference_attention
-from pallas_flash.testing import Case, Comparison, Inputs, error, evaluate, oracle
+from pallas_flash.testing import DIFFERENTIABLE, Case, Comparison, Inputs, error
 
 Implementation = str | backends.Backend
 
@@ -40,16 +41,60 @@ def reasons(implementation: Implementation, inputs: Inputs) -> tuple[str, ...]:
     return backends.unsupported_reasons(backend, *inputs.spec_and_operands())
 
 
+@functools.cache
+def _attention(implementation: Implementation, precision: str | None) -> Callable:
+    return functools.partial(
+        flash_attention_with_lse, implementation=implementation, precision=precision
+    )
+
+
 def runnable(
     implementation: Implementation, inputs: Inputs, precision: str | None = "highest"
-) -> Callable:
+) -> Callable[..., AttentionOutput]:
     """`flash_attention_with_lse` by the implementation; skips the test where it cannot run."""
     refusals = reasons(implementation, inputs)
     if refusals:
         pytest.skip(f"{implementation}: {'; '.join(refusals)}")
-    return functools.partial(
-        flash_attention_with_lse, implementation=implementation, precision=precision
-    )
+    return _attention(implementation, precision)
+
+
+def differentiate(attention, options, primals, others, dout, dlse):
+    """Outputs, and gradients by the names of what is in `primals`."""
+    result, vjp = jax.vjp(lambda x: attention(**x, **others, **dict(options)), primals)
+    return result, vjp(AttentionOutput(dout, dlse))[0]
+
+
+_differentiate = jax.jit(differentiate, static_argnums=(0, 1))
+
+
+def split(
+    inputs: Inputs, dtype: np.dtype | None = None
+) -> tuple[dict[str, jax.Array], dict[str, jax.Array], jax.Array, jax.Array]:
+    """The last four arguments of `differentiate`, all floats cast to `dtype`."""
+
+    def cast(x: np.ndarray) -> jax.Array:
+        is_float = jnp.issubdtype(x.dtype, jnp.floating)
+        return jnp.asarray(x, dtype if is_float and dtype is not None else x.dtype)
+
+    others = {name: cast(x) for name, x in inputs.arrays.items()}
+    primals = {name: others.pop(name) for name in DIFFERENTIABLE if name in others}
+    return primals, others, cast(inputs.dout), cast(inputs.dlse)
+
+
+def evaluate(
+    attention: Callable, inputs: Inputs, dtype: np.dtype | None = None
+) -> Mapping[str, np.ndarray]:
+    """As `pallas_flash.testing.evaluate`, but calls of the same form share one compilation."""
+    options = tuple(inputs.options.items())
+    (out, lse), gradients = _differentiate(attention, options, *split(inputs, dtype))
+    results = {"out": out, "lse": lse, **{f"d{name}": x for name, x in gradients.items()}}
+    return {name: np.asarray(x).astype(np.float64) for name, x in results.items()}
+
+
+def oracle(inputs: Inputs) -> Mapping[str, np.ndarray]:
+    """`evaluate` of the reference in float64."""
+    with jax.enable_x64(True):
+        return evaluate(reference_attention, inputs, np.dtype(np.float64))
 
 
 def draw(
@@ -85,11 +130,18 @@ def extend(inputs: Inputs, **arrays: np.ndarray) -> Inputs:
 
 
 class Truth(NamedTuple):
-    """A call, and by results' names what it should give and how far off each may be."""
+    """What a call should give, by results' names, and how far off each may be."""
 
-    inputs: Inputs
-    expected: dict[str, np.ndarray]
-    budget: dict[str, float]
+    expected: Mapping[str, np.ndarray]
+    budget: Mapping[str, float]
+
+    def wrong(self, got: Mapping[str, np.ndarray]) -> list[str]:
+        """What of the results is not within the budget, in words."""
+        comparisons = [
+            Comparison(name, error(got[name], x), self.budget[name])
+            for name, x in self.expected.items()
+        ]
+        return [str(comparison) for comparison in comparisons if not comparison.is_right]
 
 
 @functools.cache
@@ -106,22 +158,13 @@ def truth(build: Callable[..., Inputs], *args: object) -> Truth:
         name: 2 * error(plain[name], x) + testing._rounding_step(case, name, x.shape)
         for name, x in expected.items()
     }
-    return Truth(inputs, expected, budget)
+    return Truth(expected, budget)
 
 
-class Verdict(NamedTuple):
-    """What an implementation gave, and what of it is wrong, in words."""
-
-    got: dict[str, np.ndarray]
-    wrong: list[str]
-
-
-def judge(implementation: Implementation, build: Callable[..., Inputs], *args: object) -> Verdict:
-    """Run the call that `build` makes of `args`, and hold values and gradients to the budget."""
-    attention = runnable(implementation, build(*args))
-    inputs, expected, budget = truth(build, *args)
-    got = evaluate(attention, inputs)
-    comparisons = [
-        Comparison(name, error(got[name], x), budget[name]) for name, x in expected.items()
-    ]
-    return Verdict(got, [str(c) for c in comparisons if not c.is_right])
+def judge(
+    implementation: Implementation, build: Callable[..., Inputs], *args: object
+) -> tuple[Mapping[str, np.ndarray], list[str]]:
+    """What the implementation gives for the call that `build` makes of `args`, and what is wrong."""
+    inputs = build(*args)
+    got = evaluate(runnable(implementation, inputs), inputs)
+    return got, truth(build, *args).wrong(got)

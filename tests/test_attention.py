@@ -2,8 +2,6 @@
 
 import functools
 
-import jax
-import numpy as np
 import pytest
 
 from pallas_flash import backends, flash_attention_with_lse

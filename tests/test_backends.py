@@ -22,7 +22,9 @@ OPERANDS = Operands(QUERY, KEY, KEY)
 class Unwilling(XlaBackend):
     """A backend that has reasons."""
 
-    name = "unwilling"
+    @property
+    def name(self):
+        return "unwilling"
 
     def unsupported_reasons(self, spec, dims, dtype, device):
         return (f"no {dtype} with head dim {dims.head_dim}", f"not on {device.platform}")

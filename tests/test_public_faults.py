@@ -12,17 +12,21 @@ import numpy as np
 import pytest
 from implementations import (
     SMALL_BLOCKS,
+    differentiate,
     draw,
     each_implementation,
+    evaluate,
     extend,
     judge,
+    oracle,
     runnable,
+    split,
     truth,
 )
 
-from pallas_flash import AttentionOutput, flash_attention
+from pallas_flash import flash_attention
 from pallas_flash.backends.xla import XlaBackend
-from pallas_flash.testing import Inputs, error, evaluate
+from pallas_flash.testing import Inputs, error
 
 
 def tail_block(length: int) -> Inputs:
@@ -73,7 +77,7 @@ def test_causal_alignment_where_lengths_differ(implementation, T, S, offset):
 def test_causal_with_more_queries_than_keys_reads_nothing_past_the_keys(implementation, T, S):
     attention = runnable(implementation, padded_causal(T, S))
     got = evaluate(attention, padded_causal(T, S))
-    _, expected, budget = truth(causal, T, S, 0)
+    expected, budget = truth(causal, T, S, 0)
     for name, x in expected.items():
         rows = slice(S) if name in ("dkey", "dvalue") else slice(None)
         assert error(got[name][:, rows], x) <= budget[name], name
@@ -93,18 +97,14 @@ def test_empty_axis(implementation, sizes, is_causal, is_jitted):
     inputs = draw(2470, "bfloat16", **sizes, N=4, K=2, H=64, is_causal=is_causal)
     attention = runnable(implementation, inputs)
 
-    def run(arrays, dout, dlse):
-        result, vjp = jax.vjp(lambda x: attention(**x, **inputs.options), arrays)
-        return result, vjp(AttentionOutput(dout, dlse))[0]
-
-    run = jax.jit(run) if is_jitted else run
-    arrays = {name: jnp.asarray(x) for name, x in inputs.arrays.items()}
-    (out, lse), gradients = run(arrays, jnp.asarray(inputs.dout), jnp.asarray(inputs.dlse))
+    options, operands = tuple(inputs.options.items()), split(inputs)
+    run = jax.jit(differentiate, static_argnums=(0, 1)) if is_jitted else differentiate
+    (out, lse), gradients = run(attention, options, *operands)
     assert (out.shape, out.dtype) == (inputs.dout.shape, jnp.bfloat16)
     assert lse.shape == inputs.dlse.shape
     assert not out.any()
     assert jnp.isneginf(lse).all()
-    for name, x in arrays.items():
+    for name, x in operands[0].items():
         assert (gradients[name].shape, gradients[name].dtype) == (x.shape, x.dtype), name
         assert not gradients[name].any(), name
 
@@ -186,7 +186,9 @@ def test_all_logits_far_below_zero(implementation, logit, T):
     got, wrong = judge(implementation, low_logits, logit, T)
     assert not wrong
     expected = truth(low_logits, logit, T).expected
-    assert error(got["out"], expected["out"]) < 5e-2
+    # A float32 step is 0.008 at 7.4e4, and 0.06 at 1e6: there only the budget can say.
+    if logit > -1e5:
+        assert error(got["out"], expected["out"]) < 5e-2
     np.testing.assert_allclose(got["lse"], expected["lse"], rtol=1e-5)
     np.testing.assert_allclose(got["lse"], logit, rtol=0.02)
 
@@ -261,8 +263,8 @@ def test_large_finite_bias(implementation):
 def test_large_finite_bias_on_every_key_of_a_row(implementation):
     got, wrong = judge(implementation, bias_as_mask, False)
     assert not wrong
-    inputs, expected, _ = truth(bias_as_mask, False)
-    is_open = (inputs.arrays["bias"] == 0) & np.tril(np.ones((160, 160), bool))
+    expected = truth(bias_as_mask, False).expected
+    is_open = (bias_as_mask(False).arrays["bias"] == 0) & np.tril(np.ones((160, 160), bool))
     is_biased = ~is_open.any(-1)[:, 0]
     assert is_biased.sum() > 2
     for name in ("out", "dquery"):
@@ -338,26 +340,22 @@ def second_sequence(row: int) -> Inputs:
 @each_implementation(SMALL_BLOCKS)
 @pytest.mark.parametrize("form", ["ids", "mask"])
 def test_packed_sequences_do_not_see_each_other(implementation, form):
-    got, wrong = judge(implementation, packed, form)
-    assert not wrong
-    for row, boundary in enumerate(BOUNDARIES):
-        _, expected, budget = truth(second_sequence, row)
-        for name, x in expected.items():
-            assert error(got[name][row : row + 1, boundary:], x) <= budget[name], name
-
-
-@each_implementation(SMALL_BLOCKS)
-@pytest.mark.parametrize("form", ["ids", "mask"])
-def test_gradients_do_not_cross_segments(implementation, form):
     inputs = packed(form)
-    for row, boundary in enumerate(BOUNDARIES):
-        inputs.dout[row, :boundary] = 0
-        inputs.dlse[row, :boundary] = 0
-    got = evaluate(runnable(implementation, inputs), inputs)
+    attention = runnable(implementation, inputs)
+    expected, budget = truth(packed, "ids")
+    assert not truth(packed, "ids").wrong(evaluate(attention, inputs))
+    rows = [(slice(row, row + 1), slice(start, None)) for row, start in enumerate(BOUNDARIES)]
+    for row, place in enumerate(rows):
+        for name, x in oracle(second_sequence(row)).items():
+            np.testing.assert_allclose(expected[name][place], x, rtol=0, atol=1e-12, err_msg=name)
+    for row, start in enumerate(BOUNDARIES):
+        inputs.dout[row, :start] = 0
+        inputs.dlse[row, :start] = 0
+    got = evaluate(attention, inputs)
     for name in ("dquery", "dkey", "dvalue"):
-        for row, boundary in enumerate(BOUNDARIES):
-            assert not got[name][row, :boundary].any(), name
-            assert got[name][row, boundary:].any(), name
+        for row, start in enumerate(BOUNDARIES):
+            assert not got[name][row, :start].any(), name
+            assert got[name][row, start:].any(), name
 
 
 def test_unknown_keyword_is_a_type_error():

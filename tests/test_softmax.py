@@ -1,4 +1,4 @@
-"""The online softmax: blocks in any cut give one answer, and partial results merge into the whole."""
+"""The online softmax: any cut into blocks gives one answer, and parts merge into the whole."""
 
 import jax.numpy as jnp
 import numpy as np

@@ -1,4 +1,4 @@
-"""Attention under JAX's transforms: the answer does not change, and what is not offered is refused."""
+"""Attention under JAX's transforms: the answer stays, and what is not offered is refused."""
 
 import jax
 import jax.numpy as jnp
@@ -138,8 +138,6 @@ def test_vmap_over_lengths_and_offsets(qkv):
 
 
 def test_gradient_through_a_merge_of_parts(qkv):
-    query, key, value = qkv
-
     def whole(query, key, value):
         return jnp.sum(jnp.sin(attend(query, key, value)))
 

@@ -121,7 +121,7 @@ def unsupported_reasons(
 
 
 def _refused(spec: AttentionSpec, operands: Operands) -> str:
-    """The inputs of a call that nothing can run: arrays by shape, options that are not the default."""
+    """The inputs of a call that nothing can run: its arrays, and its options where not default."""
     arrays = [
         f"{name} {x.dtype}{list(x.shape)}"
         for name, x in operands._asdict().items()

@@ -1,8 +1,6 @@
 """Blockwise attention in plain JAX: linear memory forward and backward, on any platform."""
 
 from dataclasses import dataclass
-from typing import ClassVar
-
 import jax
 import jax.numpy as jnp
 
@@ -24,13 +22,15 @@ class XlaBackend:
     block_q: int = 256
     block_k: int = 256
 
-    name: ClassVar[str] = "xla"
-
     def __post_init__(self) -> None:
         for field in ("block_q", "block_k"):
             size = getattr(self, field)
             if type(size) is not int or size < 1:
                 raise ValueError(f"{field}: expected an int >= 1, got {size!r}")
+
+    @property
+    def name(self) -> str:
+        return "xla"
 
     def unsupported_reasons(
         self, spec: AttentionSpec, dims: Dims, dtype: jnp.dtype, device: Device

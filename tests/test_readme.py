@@ -1,0 +1,51 @@
+"""What the README says is true: its example runs, its map is the tree, its commands exist."""
+
+import re
+from pathlib import Path
+
+import jax
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    fenced = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+    return [text for name, text in fenced if name == language]
+
+
+def test_the_first_example_runs(capsys):
+    example = next(block for block in blocks("python") if block.startswith("import"))
+    # What users have, not the suite's strict settings.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        exec(compile(example, "README.md", "exec"), {})
+    assert "(1, 4096, 8, 64)" in capsys.readouterr().out
+
+
+def mapped_paths() -> set[str]:
+    """The paths of the map's lines, an indent of two spaces for each folder."""
+    (text,) = (block for block in blocks("") if block.startswith("pallas_flash/"))
+    folders: list[str] = []
+    paths = set()
+    for line in text.splitlines():
+        name = line.split()[0]
+        depth = (len(line) - len(line.lstrip())) // 2
+        folders[depth:] = [name.rstrip("/")] if name.endswith("/") else []
+        paths.add("/".join([*folders[:depth], name.rstrip("/")]))
+    return paths
+
+
+def test_the_map_is_the_tree():
+    paths = mapped_paths()
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    package = ROOT / "pallas_flash"
+    rooms = {path for path in package.iterdir() if path.suffix == ".py"}
+    rooms |= {path for path in (package / "backends").iterdir() if (path / "__init__.py").exists()}
+    assert {str(path.relative_to(ROOT)) for path in rooms} <= paths
+
+
+def test_the_commands_exist():
+    makefile = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^make (\w+)", README, re.MULTILINE)
+    assert {"demo", "test", "check"} <= set(targets)
+    assert [name for name in targets if not re.search(rf"^{name}:", makefile, re.MULTILINE)] == []
