@@ -3,7 +3,7 @@
 import jax
 from jax.typing import ArrayLike
 
-from pallas_flash import autodiff, backends, validate
+from pallas_flash import autodiff, backends, sharding, validate
 from pallas_flash.spec import AttentionOutput, AttentionSpec, Precision
 
 
@@ -155,6 +155,6 @@ def flash_attention_with_lse(
         sinks=sinks,
     )
     backend = backends.select(implementation, spec, operands)
-    out, lse = autodiff.attention(backend, spec, operands)
+    out, lse = autodiff.attention(backend, spec, sharding.vary_alike(operands))
     rows = query.shape[:-1]
     return AttentionOutput(out.reshape(*rows, value.shape[-1]), lse.reshape(rows))

@@ -30,7 +30,15 @@ from typing import Protocol
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from pallas_flash.spec import AttentionOutput, AttentionSpec, ForwardOutput, Operands, Residuals
+from pallas_flash import sharding
+from pallas_flash.spec import (
+    DIFFERENTIABLE,
+    AttentionOutput,
+    AttentionSpec,
+    ForwardOutput,
+    Operands,
+    Residuals,
+)
 
 OUT_NAME = "flash_attention_out"
 LSE_NAME = "flash_attention_lse"
@@ -79,14 +87,18 @@ attention.defvjp(_attention_fwd, _attention_bwd)
 # give an error about them, or through a kernel, and give who knows what.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _forward(kernels: Kernels, spec: AttentionSpec, operands: Operands) -> ForwardOutput:
-    return kernels.forward(spec, operands)
+    forward = functools.partial(kernels.forward, spec)
+    return sharding.automatic(forward, sharding.forward_like(operands))(operands)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _backward(
     kernels: Kernels, spec: AttentionSpec, residuals: Residuals, cotangents: AttentionOutput
 ) -> Operands:
-    return kernels.backward(spec, residuals, cotangents.out, cotangents.lse)
+    operands = residuals.operands
+    backward = functools.partial(kernels.backward, spec)
+    gradients_like = Operands(**{name: getattr(operands, name) for name in DIFFERENTIABLE})
+    return sharding.automatic(backward, gradients_like)(residuals, cotangents.out, cotangents.lse)
 
 
 def _refuse(kernels: Kernels, spec: AttentionSpec, primals, tangents):

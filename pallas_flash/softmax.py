@@ -43,7 +43,7 @@ def init(
             jnp.full(rows, -jnp.inf, jnp.float32), jnp.zeros(rows, jnp.float32), acc
         )
     m = jnp.broadcast_to(sinks, rows)
-    return SoftmaxState(m, jnp.where(jnp.isneginf(m), 0.0, 1.0), acc)
+    return SoftmaxState(m, jnp.exp(m - _shift(m)), acc)
 
 
 def update(

@@ -74,6 +74,10 @@ class Operands(NamedTuple):
     sinks: jax.Array | None = None  # float32 [N]
 
 
+# The operands that a gradient is taken in.
+DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks", "scale")
+
+
 class Residuals(NamedTuple):
     """What the backward gets from the forward, whichever backend ran it."""
 
@@ -117,14 +121,14 @@ class AttentionSpec:
     Attributes:
       scale: the logits' factor, unless the operands hold one.
       is_causal: a query sees no key at a later position than its own.
-      local_window_size: (left, right), or None for no window.
+      local_window_size: (left, right), each None where that side has no limit; None for no window.
       logits_soft_cap: the cap in cap * tanh(logits / cap), or None for none.
       precision: of products of float32 operands; 16-bit operands are always multiplied exactly.
     """
 
     scale: float = 1.0
     is_causal: bool = False
-    local_window_size: tuple[int, int] | None = None
+    local_window_size: tuple[int | None, int | None] | None = None
     logits_soft_cap: float | None = None
     precision: Precision = jax.lax.Precision.DEFAULT
 
@@ -132,10 +136,9 @@ class AttentionSpec:
         if not math.isfinite(self.scale):
             raise ValueError(f"scale: expected a finite number, got {self.scale}")
         window = self.local_window_size
-        if window is not None and (len(window) != 2 or min(window) < 0):
+        if window is not None and any(side is not None and side < 0 for side in window):
             raise ValueError(
-                "local_window_size: expected an int >= 0 or a pair (left, right) of such, "
-                f"got {window}"
+                f"local_window_size: expected (left, right), each >= 0 or None, got {window}"
             )
         cap = self.logits_soft_cap
         if cap is not None and not (math.isfinite(cap) and cap > 0):

@@ -4,6 +4,7 @@ Every message names the argument, what was expected and what came.
 """
 
 import math
+from collections.abc import Collection
 from typing import NoReturn
 
 import jax
@@ -13,22 +14,40 @@ from jax.typing import ArrayLike
 
 from pallas_flash.spec import DTYPES, Operands, Precision
 
-# Positions are int32 inside; windows and offsets within this leave room to add one to the other.
-FARTHEST = 2**30 - 1
+# Positions are int32. Offsets within this, and windows within twice this, can be added to a
+# position without a wrap; a window that reaches farther than that reaches everything.
+FARTHEST = 2**29
+
+# Algorithms for float32 operands, and float32 sums, that some device has.
+_ALGORITHMS = tuple(
+    jax.lax.DotAlgorithmPreset[name]
+    for name in (
+        "DEFAULT",
+        "F32_F32_F32",
+        "TF32_TF32_F32",
+        "TF32_TF32_F32_X3",
+        "BF16_BF16_F32",
+        "BF16_BF16_F32_X3",
+        "BF16_BF16_F32_X6",
+        "BF16_BF16_F32_X9",
+    )
+)
+
+_LARGEST = float(jnp.finfo(jnp.float32).max)
 
 
 def _fail(name: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"{name}: expected {expected}, got {got}")
 
 
-def _describe(x: jax.Array) -> str:
+def _describe(x: np.ndarray | jax.Array) -> str:
     return f"{x.dtype}{list(x.shape)}"
 
 
 def _array(name: str, x: ArrayLike) -> jax.Array:
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         _fail(name, "an array", f"{type(x).__name__}: {x!r:.80}")
 
 
@@ -100,8 +119,8 @@ def operands(
         mask=_pairs("mask", mask, pairs, jnp.bool_),
         scale=scale,
         query_offset=_query_offset(query_offset, batch),
-        query_seq_lengths=_integers("query_seq_lengths", query_seq_lengths, batch),
-        key_value_seq_lengths=_integers("key_value_seq_lengths", key_value_seq_lengths, batch),
+        query_seq_lengths=_lengths("query_seq_lengths", query_seq_lengths, batch),
+        key_value_seq_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, batch),
         query_segment_ids=query_ids,
         key_value_segment_ids=key_ids,
         sinks=_sinks(sinks, heads),
@@ -134,31 +153,60 @@ def _pairs(name: str, x: ArrayLike | None, full: tuple[int, ...], kind: type) ->
 
 
 def _integers(
-    name: str, x: ArrayLike | None, batch: tuple[int, ...], tail: tuple[int, ...] = ()
-) -> jax.Array | None:
-    """An integer array [*batch, *tail] as int32 [B, *tail]."""
-    if x is None:
-        return None
-    x = _array(name, x)
-    shapes = [(*batch, *tail)] if batch else [tail, (1, *tail)]
+    name: str, x: ArrayLike, shapes: Collection[tuple[int, ...]]
+) -> np.ndarray | jax.Array:
+    """An integer array of one of the shapes; what is not JAX's keeps all its bits."""
+    x = np.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else _array(name, x)
     expected = "an integer array of shape " + " or ".join(str(list(shape)) for shape in shapes)
     is_integer = jnp.issubdtype(x.dtype, jnp.integer)
-    _require(is_integer and x.shape in shapes, name, expected, x)
-    return x.astype(jnp.int32).reshape(math.prod(batch), *tail)
+    if not (is_integer and x.shape in shapes):
+        _fail(name, expected, f"{x.dtype}{list(x.shape)}")
+    return x
+
+
+def _clip(x: np.ndarray | jax.Array, least: int, most: int) -> jax.Array:
+    """As int32, and what lies outside at the bound: a cast alone would wrap wide integers."""
+    info = jnp.iinfo(x.dtype)
+    clipped = x.clip(max(least, info.min), min(most, info.max))
+    return jnp.asarray(clipped.astype(np.int32))
+
+
+def _lengths(name: str, x: ArrayLike | None, batch: tuple[int, ...]) -> jax.Array | None:
+    """int32 [B]; a scalar will do where there is no batch dim."""
+    if x is None:
+        return None
+    x = _integers(name, x, [batch] if batch else [(), (1,)])
+    return _clip(x, 0, FARTHEST).reshape(math.prod(batch))
 
 
 def _query_offset(x: ArrayLike, batch: tuple[int, ...]) -> jax.Array | None:
     """int32 [B], one number for each row; None for zero."""
-    if isinstance(x, (int, np.integer)) and not isinstance(x, bool):
+    shape = batch or (1,)
+    expected = f"an int, or integers of shape [] or {list(shape)}, within +-{FARTHEST}"
+    if isinstance(x, int) and not isinstance(x, bool):
+        if x == 0:
+            return None
+        # Wide enough to hold all that is in range, and what is not must be told.
         if abs(x) > FARTHEST:
-            _fail("query_offset", f"an int within +-{FARTHEST}", x)
-        return None if x == 0 else jnp.full(math.prod(batch), x, jnp.int32)
-    x = _array("query_offset", x)
-    shapes = {(), batch}
-    expected = f"an int, or an integer array of shape [] or {list(batch)}"
-    is_integer = jnp.issubdtype(x.dtype, jnp.integer)
-    _require(is_integer and x.shape in shapes, "query_offset", expected, x)
-    return jnp.broadcast_to(x.astype(jnp.int32), batch).reshape(math.prod(batch))
+            _fail("query_offset", expected, x)
+        x = np.int32(x)
+    x = _integers("query_offset", x, [(), shape])
+    if not isinstance(x, jax.Array) and x.size and not -FARTHEST <= x.min() <= x.max() <= FARTHEST:
+        _fail("query_offset", expected, f"{x.tolist()}")
+    offset = _clip(x, -FARTHEST, FARTHEST)
+    return jnp.broadcast_to(offset, shape).reshape(math.prod(batch))
+
+
+def _ids(name: str, x: ArrayLike | None, batch: tuple[int, ...], length: int) -> jax.Array | None:
+    """int32 [B, length]."""
+    if x is None:
+        return None
+    shapes = [(*batch, length)] if batch else [(length,), (1, length)]
+    x = _integers(name, x, shapes)
+    info = jnp.iinfo(jnp.int32)
+    if not isinstance(x, jax.Array) and x.size and not info.min <= x.min() <= x.max() <= info.max:
+        _fail(name, "integers that int32 can hold", f"{x.min()} to {x.max()}")
+    return jnp.asarray(x).astype(jnp.int32).reshape(math.prod(batch), length)
 
 
 def _segment_ids(
@@ -175,8 +223,8 @@ def _segment_ids(
             given, missing = missing, given
         expected = f"an integer array, for {given} is given and T = {query_length} is not S"
         _fail(missing, f"{expected} = {key_length}", "None")
-    query_ids = _integers("query_segment_ids", query_ids, batch, (query_length,))
-    key_ids = _integers("key_value_segment_ids", key_ids, batch, (key_length,))
+    query_ids = _ids("query_segment_ids", query_ids, batch, query_length)
+    key_ids = _ids("key_value_segment_ids", key_ids, batch, key_length)
     return (
         key_ids if query_ids is None else query_ids,
         query_ids if key_ids is None else key_ids,
@@ -197,17 +245,20 @@ def scale(x: ArrayLike | None, head_dim: int) -> tuple[float, jax.Array | None]:
     if x is None:
         return 1 / math.sqrt(head_dim), None
     expected = "a real number, or a real array of shape []"
-    if isinstance(x, (bool, np.bool_)):
-        _fail("scale", expected, x)
+    try:
+        number = x if isinstance(x, jax.Array) else np.asarray(x)
+    except (TypeError, ValueError):
+        _fail("scale", expected, repr(x))
+    kinds = (jnp.floating, jnp.integer)
+    if number.shape != () or not any(jnp.issubdtype(number.dtype, kind) for kind in kinds):
+        got = _describe(number) if isinstance(number, jax.Array) else f"{x!r:.80}"
+        _fail("scale", expected, got)
     # An array of JAX stays one, for it may be a tracer or differentiated.
-    if isinstance(x, (int, float, np.generic)) or (isinstance(x, np.ndarray) and x.shape == ()):
-        if not np.isrealobj(x):
-            _fail("scale", expected, x)
-        return float(x), None
-    x = _array("scale", x)
-    is_real = jnp.issubdtype(x.dtype, jnp.floating) or jnp.issubdtype(x.dtype, jnp.integer)
-    _require(is_real and x.shape == (), "scale", expected, x)
-    return 1.0, x.astype(jnp.float32)
+    if isinstance(number, jax.Array):
+        return 1.0, number.astype(jnp.float32)
+    if not abs(float(number)) <= _LARGEST:
+        _fail("scale", "a finite number, as float32", f"{x!r:.80}")
+    return float(number), None
 
 
 def is_causal(x: object) -> bool:
@@ -217,19 +268,20 @@ def is_causal(x: object) -> bool:
     return bool(x)
 
 
-def local_window_size(x: object) -> tuple[int, int] | None:
-    """(left, right); one int stands for both. None: no window."""
+def local_window_size(x: object) -> tuple[int | None, int | None] | None:
+    """(left, right), None for a side without limit; one int stands for both. None: no window."""
     if x is None:
         return None
     sides = x if isinstance(x, (tuple, list)) else (x, x)
     reach = [
-        min(int(side), FARTHEST)
+        int(side)
         for side in sides
         if isinstance(side, (int, np.integer)) and not isinstance(side, bool) and side >= 0
     ]
     if len(sides) != 2 or len(reach) != 2:
         _fail("local_window_size", "an int >= 0 or a pair (left, right) of such", repr(x))
-    return reach[0], reach[1]
+    left, right = (side if side < 2 * FARTHEST else None for side in reach)
+    return left, right
 
 
 def logits_soft_cap(x: object) -> float | None:
@@ -237,8 +289,11 @@ def logits_soft_cap(x: object) -> float | None:
     if x is None:
         return None
     is_number = isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
-    if not (is_number and math.isfinite(x) and x > 0):
-        _fail("logits_soft_cap", "a finite number > 0 or None", repr(x))
+    # Not every int has a float, but all can be compared with one. Nearer to the ends of float32,
+    # logits / cap would leave it.
+    if not (is_number and 1e-20 <= (x if isinstance(x, int) else float(x)) <= 1e20):
+        expected = "a finite number > 0, from 1e-20 to 1e20, or None"
+        _fail("logits_soft_cap", expected, repr(x))
     return float(x)
 
 
@@ -248,18 +303,20 @@ def precision(x: object) -> Precision:
     given = jax.config.jax_default_matmul_precision if x is None else x
     if given is None:
         return jax.lax.Precision.DEFAULT
-    if isinstance(given, (jax.lax.Precision, jax.lax.DotAlgorithmPreset)):
-        return given
     if isinstance(given, str):
-        presets = jax.lax.DotAlgorithmPreset.__members__
-        if given in presets:
-            return presets[given]
+        given = jax.lax.DotAlgorithmPreset.__members__.get(given, given)
+    if isinstance(given, str):
         try:
             return jax.lax.Precision(given)
         except ValueError:
             pass
+    if isinstance(given, jax.lax.Precision):
+        return given
+    if isinstance(given, jax.lax.DotAlgorithmPreset) and given in _ALGORITHMS:
+        return given
     _fail(
         "precision",
-        "None, 'default', 'high', 'highest', a jax.lax.Precision or a jax.lax.DotAlgorithmPreset",
+        "None, 'default', 'high', 'highest', a jax.lax.Precision, or one of "
+        f"{', '.join(str(algorithm) for algorithm in _ALGORITHMS)}",
         repr(given),
     )

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# Several devices without a GPU, for what runs on a mesh.
+jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 

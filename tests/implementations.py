@@ -3,17 +3,14 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_flash import AttentionOutput, backends, flash_attention_with_lse, testing
+from pallas_flash import AttentionOutput, backends, flash_attention_with_lse
 from pallas_flash.backends.xla import XlaBackend
-from pallas_flash.reference import reference_attention
-from pallas_flash.testing import DIFFERENTIABLE, Case, Comparison, Inputs, error
+from pallas_flash.testing import Inputs, Truth, evaluate
 
 Implementation = str | backends.Backend
 
@@ -23,15 +20,15 @@ SMALL_BLOCKS = XlaBackend(block_q=16, block_k=32)
 
 def each_implementation(*forms_of_xla: Implementation) -> pytest.MarkDecorator:
     """Parametrize `implementation` over these and over the kernels."""
+    everything = [*forms_of_xla, "interpret", "triton"]
+    return pytest.mark.parametrize("implementation", everything, ids=name_of)
 
-    def name(implementation: Implementation) -> str:
-        if isinstance(implementation, XlaBackend):
-            return f"xla-{implementation.block_q}x{implementation.block_k}"
-        return str(implementation)
 
-    return pytest.mark.parametrize(
-        "implementation", [*forms_of_xla, "interpret", "triton"], ids=name
-    )
+def name_of(implementation: Implementation) -> str:
+    """Readable in a test's id."""
+    if isinstance(implementation, XlaBackend):
+        return f"xla-{implementation.block_q}x{implementation.block_k}"
+    return str(implementation)
 
 
 def reasons(implementation: Implementation, inputs: Inputs) -> tuple[str, ...]:
@@ -56,45 +53,6 @@ def runnable(
     if refusals:
         pytest.skip(f"{implementation}: {'; '.join(refusals)}")
     return _attention(implementation, precision)
-
-
-def differentiate(attention, options, primals, others, dout, dlse):
-    """Outputs, and gradients by the names of what is in `primals`."""
-    result, vjp = jax.vjp(lambda x: attention(**x, **others, **dict(options)), primals)
-    return result, vjp(AttentionOutput(dout, dlse))[0]
-
-
-_differentiate = jax.jit(differentiate, static_argnums=(0, 1))
-
-
-def split(
-    inputs: Inputs, dtype: np.dtype | None = None
-) -> tuple[dict[str, jax.Array], dict[str, jax.Array], jax.Array, jax.Array]:
-    """The last four arguments of `differentiate`, all floats cast to `dtype`."""
-
-    def cast(x: np.ndarray) -> jax.Array:
-        is_float = jnp.issubdtype(x.dtype, jnp.floating)
-        return jnp.asarray(x, dtype if is_float and dtype is not None else x.dtype)
-
-    others = {name: cast(x) for name, x in inputs.arrays.items()}
-    primals = {name: others.pop(name) for name in DIFFERENTIABLE if name in others}
-    return primals, others, cast(inputs.dout), cast(inputs.dlse)
-
-
-def evaluate(
-    attention: Callable, inputs: Inputs, dtype: np.dtype | None = None
-) -> Mapping[str, np.ndarray]:
-    """As `pallas_flash.testing.evaluate`, but calls of the same form share one compilation."""
-    options = tuple(inputs.options.items())
-    (out, lse), gradients = _differentiate(attention, options, *split(inputs, dtype))
-    results = {"out": out, "lse": lse, **{f"d{name}": x for name, x in gradients.items()}}
-    return {name: np.asarray(x).astype(np.float64) for name, x in results.items()}
-
-
-def oracle(inputs: Inputs) -> Mapping[str, np.ndarray]:
-    """`evaluate` of the reference in float64."""
-    with jax.enable_x64(True):
-        return evaluate(reference_attention, inputs, np.dtype(np.float64))
 
 
 def draw(
@@ -129,42 +87,16 @@ def extend(inputs: Inputs, **arrays: np.ndarray) -> Inputs:
     return dataclasses.replace(inputs, arrays={**inputs.arrays, **arrays})
 
 
-class Truth(NamedTuple):
-    """What a call should give, by results' names, and how far off each may be."""
-
-    expected: Mapping[str, np.ndarray]
-    budget: Mapping[str, float]
-
-    def wrong(self, got: Mapping[str, np.ndarray]) -> list[str]:
-        """What of the results is not within the budget, in words."""
-        comparisons = [
-            Comparison(name, error(got[name], x), self.budget[name])
-            for name, x in self.expected.items()
-        ]
-        return [str(comparison) for comparison in comparisons if not comparison.is_right]
-
-
-@functools.cache
+@functools.lru_cache(maxsize=64)
 def truth(build: Callable[..., Inputs], *args: object) -> Truth:
     """Of the call that `build` makes of `args`. Kept, so that implementations share it."""
-    inputs = build(*args)
-    expected = oracle(inputs)
-    plain = evaluate(reference_attention, inputs)
-    B, T, N, H = inputs.arrays["query"].shape
-    _, S, K, Hv = inputs.arrays["value"].shape
-    dtype = inputs.arrays["query"].dtype.name
-    case = Case(B=B, T=T, S=S, N=N, K=K, H=H, Hv=Hv, dtype=dtype)
-    budget = {
-        name: 2 * error(plain[name], x) + testing._rounding_step(case, name, x.shape)
-        for name, x in expected.items()
-    }
-    return Truth(expected, budget)
+    return Truth.of(build(*args))
 
 
 def judge(
     implementation: Implementation, build: Callable[..., Inputs], *args: object
 ) -> tuple[Mapping[str, np.ndarray], list[str]]:
-    """What the implementation gives for the call that `build` makes of `args`, and what is wrong."""
+    """Results of the call that `build` makes of `args`, and what is wrong with them."""
     inputs = build(*args)
     got = evaluate(runnable(implementation, inputs), inputs)
     return got, truth(build, *args).wrong(got)

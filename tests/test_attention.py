@@ -1,12 +1,9 @@
 """The table of cases: every implementation, values and gradients together, against the budget."""
 
-import functools
-
 import pytest
+from implementations import SMALL_BLOCKS, each_implementation, judge, name_of, reasons
 
-from pallas_flash import backends, flash_attention_with_lse
-from pallas_flash.backends.xla import XlaBackend
-from pallas_flash.testing import Case, compare, make_inputs
+from pallas_flash.testing import Case, make_inputs
 
 GROUPED = {"T": 113, "S": 203, "N": 6, "K": 3}
 
@@ -68,46 +65,23 @@ CASES = [
     ),
 ]
 
-IMPLEMENTATIONS = {
-    "xla": "xla",
-    "xla-small-blocks": XlaBackend(block_q=16, block_k=32),
-    "interpret": "interpret",
-    "triton": "triton",
-}
-
-# What each implementation must be able to run here. A row leaves `SKIPPED` as soon as it can run:
-# then this test fails until the row is taken out.
-SKIPPED = {"interpret": CASES, "triton": CASES}
+# What each implementation cannot run here. A row that it learns to run must leave: a test below
+# fails until it does.
+REFUSED = {"interpret": CASES, "triton": CASES}
 
 
-def reasons(implementation: str, case: Case) -> tuple[str, ...]:
-    chosen = IMPLEMENTATIONS[implementation]
-    backend = backends.load(chosen) if isinstance(chosen, str) else chosen
-    inputs = make_inputs(case, seed=0)
-    spec, operands = inputs.spec_and_operands()
-    return backends.unsupported_reasons(backend, spec, operands)
-
-
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_implementation("xla", SMALL_BLOCKS)
 def test_runs_what_it_is_said_to_run(implementation):
-    refused = [case.id for case in CASES if reasons(implementation, case)]
-    assert refused == [case.id for case in SKIPPED.get(implementation, [])]
+    refused = [case.id for case in CASES if reasons(implementation, make_inputs(case, seed=0))]
+    assert refused == [case.id for case in REFUSED.get(name_of(implementation), [])]
 
 
 # Implementations vary fastest, so that they share one case's reference.
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@each_implementation("xla", SMALL_BLOCKS)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_values_and_gradients(implementation, case, seed):
-    refusals = reasons(implementation, case)
-    if refusals:
-        pytest.skip(f"{implementation}: {'; '.join(refusals)}")
-    attention = functools.partial(
-        flash_attention_with_lse,
-        implementation=IMPLEMENTATIONS[implementation],
-        precision="highest",
-    )
-    wrong = [str(c) for c in compare(attention, case, seed) if not c.is_right]
-    assert not wrong
+    _, wrong = judge(implementation, make_inputs, case, seed)
+    assert wrong == []
 
 
 def test_case_ids_are_unique():

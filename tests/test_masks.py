@@ -15,6 +15,8 @@ SPECS = [
     AttentionSpec(local_window_size=(3, 5)),
     AttentionSpec(local_window_size=(4, 9), is_causal=True),
     AttentionSpec(local_window_size=(2**30 - 1, 2)),
+    AttentionSpec(local_window_size=(None, 1)),
+    AttentionSpec(local_window_size=(4, None)),
 ]
 
 
@@ -23,7 +25,7 @@ def sees(spec: AttentionSpec, q: int, k: int) -> bool:
         return False
     if spec.local_window_size is None:
         return True
-    left, right = spec.local_window_size
+    left, right = (10**9 if side is None else side for side in spec.local_window_size)
     return q - left <= k <= q + right
 
 

@@ -6,7 +6,7 @@ importing the package loads no kernel.
 
 import importlib
 from dataclasses import dataclass, fields
-from typing import Protocol, Self
+from typing import Protocol, Self, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,7 @@ class Device:
         return f"{self.platform} ({self.kind})"
 
 
+@runtime_checkable
 class Backend(Protocol):
     """One way to compute attention. Layouts, padding and blocks are its own affair."""
 
@@ -94,10 +95,10 @@ def select(
     """
     if implementation is None:
         candidates = [load(name) for name in _CANDIDATES]
-    elif not isinstance(implementation, str):
-        candidates = [implementation]
-    elif implementation in IMPLEMENTATIONS:
+    elif isinstance(implementation, str) and implementation in IMPLEMENTATIONS:
         candidates = [load(implementation)]
+    elif isinstance(implementation, Backend) and not isinstance(implementation, type):
+        candidates = [implementation]
     else:
         known = ", ".join(repr(name) for name in IMPLEMENTATIONS)
         raise ValueError(

@@ -1,6 +1,7 @@
 """Blockwise attention in plain JAX: linear memory forward and backward, on any platform."""
 
 from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 
@@ -8,6 +9,15 @@ from pallas_flash.backends import Device
 from pallas_flash.backends.xla.backward import backward
 from pallas_flash.backends.xla.forward import forward
 from pallas_flash.spec import AttentionSpec, Dims, ForwardOutput, Operands, Residuals
+
+# All that JAX 0.10 to 0.12 lowers for a CPU, of those that sum in float32.
+_CPU_ALGORITHMS = (
+    jax.lax.DotAlgorithmPreset.DEFAULT,
+    jax.lax.DotAlgorithmPreset.F32_F32_F32,
+    jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
+    jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
+    jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +45,16 @@ class XlaBackend:
     def unsupported_reasons(
         self, spec: AttentionSpec, dims: Dims, dtype: jnp.dtype, device: Device
     ) -> tuple[str, ...]:
-        """Why this backend cannot run the call: never anything."""
+        """Why this backend cannot run the call."""
+        precision = spec.precision
+        is_algorithm = isinstance(precision, jax.lax.DotAlgorithmPreset)
+        if (
+            is_algorithm
+            and device.platform == "cpu"
+            and dtype == jnp.float32
+            and precision not in _CPU_ALGORITHMS
+        ):
+            return (f"JAX has no product of precision {precision} on a CPU",)
         return ()
 
     def forward(self, spec: AttentionSpec, operands: Operands) -> ForwardOutput:

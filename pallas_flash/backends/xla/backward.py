@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_flash import sharding
 from pallas_flash.backends.xla.tile import Call
 from pallas_flash.spec import AttentionSpec, Operands, Residuals
 
@@ -40,9 +41,15 @@ class _Sums(NamedTuple):
         )
 
 
-def _add_at(total: jax.Array, tile: jax.Array, starts: list) -> jax.Array:
+def _add_at(total: jax.Array, tile: jax.Array, starts: list[jax.Array]) -> jax.Array:
     current = lax.dynamic_slice(total, starts, tile.shape)
     return lax.dynamic_update_slice(total, current + tile, starts)
+
+
+def _add_along(total: jax.Array, tile: jax.Array, start: jax.Array) -> jax.Array:
+    """Add a tile of [B, length, heads, dim] that begins at `start` of axis 1."""
+    zero = jnp.int32(0)
+    return _add_at(total, tile, [zero, start, zero, zero])
 
 
 def _add_bias_gradient(call: Call, dbias: jax.Array, dx: jax.Array, i, j) -> jax.Array:
@@ -103,10 +110,10 @@ def _add_tile(
     if tile.visible is not None:
         # What is masked may be NaN, and 0 * NaN is NaN.
         dx = jnp.where(tile.visible, dx, 0.0)
-    start = [0, call.keys.start(j), 0, 0]
+    start = call.keys.start(j)
     sums = sums._replace(
-        dk=_add_at(sums.dk, call.dot("bkgqj,bkgqh->bjkh", dx, rows.q), start),
-        dv=_add_at(sums.dv, call.dot("bkgqj,bkgqh->bjkh", p, rows.do), start),
+        dk=_add_along(sums.dk, call.dot("bkgqj,bkgqh->bjkh", dx, rows.q), start),
+        dv=_add_along(sums.dv, call.dot("bkgqj,bkgqh->bjkh", p, rows.do), start),
     )
     if sums.dbias is not None:
         sums = sums._replace(dbias=_add_bias_gradient(call, sums.dbias, dx, i, j))
@@ -135,10 +142,10 @@ def backward(
             dq_tile, sums = _add_tile(call, sums, rows, i, j)
             return dq + dq_tile, sums
 
-        dq = jnp.zeros(rows.q.shape, jnp.float32)
+        dq = sharding.vary_like(jnp.zeros(rows.q.shape, jnp.float32), rows.q)
         dq, sums = call.keys.fold(*call.key_blocks(i), key_block, (dq, sums))
-        start = [0, call.queries.start(i), 0, 0]
-        sums = sums._replace(dq=_add_at(sums.dq, call.from_query_tile(dq), start))
+        dq = call.from_query_tile(dq)
+        sums = sums._replace(dq=_add_along(sums.dq, dq, call.queries.start(i)))
         sinks = call.sinks(i)
         if sums.dsinks is not None and sinks is not None:
             p_sink = jnp.exp((sinks - rows.lse) - rows.lse_low)
@@ -146,7 +153,8 @@ def backward(
             sums = sums._replace(dsinks=dsinks)
         return sums
 
-    sums = call.queries.fold(0, call.queries.count, query_block, _Sums.zeros(operands))
+    sums = sharding.vary_like(_Sums.zeros(operands), operands.query)
+    sums = call.queries.fold(0, call.queries.count, query_block, sums)
     bias = operands.bias
     return Operands(
         query=(call.scale * sums.dq).astype(operands.query.dtype),

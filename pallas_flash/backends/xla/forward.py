@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash import softmax
+from pallas_flash import sharding, softmax
 from pallas_flash.backends.xla.tile import Call
 from pallas_flash.spec import AttentionSpec, ForwardOutput, Operands
 
@@ -28,7 +28,12 @@ def forward(spec: AttentionSpec, blocks: tuple[int, int], operands: Operands) ->
             return softmax.update(state, tile.logits, lambda p: call.dot("bkgqj,bkjh->bkgqh", p, v))
 
         state = softmax.init(rows, dims.value_head_dim, call.sinks(i))
+        state = sharding.vary_like(state, q)
         out, lse, lse_low = softmax.finish(call.keys.fold(first, last, key_block, state))
+        # XLA may leave out a cast down and up again, and the backward, compiled together with this,
+        # would take another delta than one compiled apart.
+        kind = jnp.finfo(operands.query.dtype)
+        out = lax.reduce_precision(out, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
         return ForwardOutput(
             *(
                 lax.dynamic_update_slice_in_dim(
@@ -40,5 +45,5 @@ def forward(spec: AttentionSpec, blocks: tuple[int, int], operands: Operands) ->
 
     statistics = jnp.zeros((dims.batch, dims.query_length, dims.query_heads), jnp.float32)
     out = jnp.zeros((*statistics.shape, dims.value_head_dim), operands.query.dtype)
-    outputs = ForwardOutput(out, statistics, statistics)
+    outputs = sharding.vary_like(ForwardOutput(out, statistics, statistics), operands.query)
     return call.queries.fold(0, call.queries.count, query_block, outputs)

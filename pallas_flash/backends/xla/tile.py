@@ -17,7 +17,7 @@ from jax import lax
 from pallas_flash import masks
 from pallas_flash.spec import AttentionSpec, Dims, Operands
 
-# Beyond every position; half of int32's reach, so that adding a position to it cannot wrap.
+# Beyond every offset.
 _FAR = 2**30
 
 
@@ -48,7 +48,10 @@ class Blocks:
 
     def fold(self, first: jax.Array | int, last: jax.Array | int, body: Callable, carry):
         """`fori_loop` over the blocks [first, last). An axis of length 0 has none to trace."""
-        return lax.fori_loop(first, last, body, carry) if self.count else carry
+        if not self.count:
+            return carry
+        # Indices are int32 throughout, also where `jax_enable_x64` would make them wider.
+        return lax.fori_loop(jnp.int32(first), jnp.int32(last), body, carry)
 
 
 class Tile(NamedTuple):
@@ -150,10 +153,18 @@ class Call:
             stop = jnp.where(is_needed, stop, start)
         return masks.blocks(start, stop, self.keys.size)
 
-    def pair_slice(self, x: jax.Array, i: jax.Array, j: jax.Array) -> tuple[list, list[int]]:
+    def pair_slice(
+        self, x: jax.Array, i: jax.Array, j: jax.Array
+    ) -> tuple[list[jax.Array], list[int]]:
         """Where the tile (i, j) lies in [B or 1, N or 1, T or 1, S or 1]: starts and sizes."""
         row, column = x.shape[2] > 1, x.shape[3] > 1
-        starts = [0, 0, self.queries.start(i) if row else 0, self.keys.start(j) if column else 0]
+        zero = jnp.int32(0)
+        starts = [
+            zero,
+            zero,
+            self.queries.start(i) if row else zero,
+            self.keys.start(j) if column else zero,
+        ]
         sizes = [*x.shape[:2], self.queries.size if row else 1, self.keys.size if column else 1]
         return starts, sizes
 
