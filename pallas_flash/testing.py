@@ -180,8 +180,8 @@ _jitted = jax.jit(differentiate, static_argnums=(0, 1))
 
 
 def oracle(inputs: Inputs) -> dict[str, np.ndarray]:
-    """`evaluate` of the reference in float64."""
-    with jax.enable_x64(True):
+    """`evaluate` of the reference in float64, on a CPU."""
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
         return evaluate(reference_attention, inputs, np.dtype(np.float64))
 
 

@@ -5,6 +5,8 @@ import numpy as np
 import pytest
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
+# A GPU would multiply float32 as TF32, and half the digits that tests compare would be gone.
+jax.config.update("jax_default_matmul_precision", "highest")
 # Several devices without a GPU, for what runs on a mesh.
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_rank_promotion", "raise")

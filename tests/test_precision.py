@@ -44,7 +44,6 @@ def gradient_products(dtype: str = "float32", **options) -> list:
 @pytest.mark.parametrize(
     ("precision", "expected"),
     [
-        (None, DEFAULT),
         ("default", DEFAULT),
         ("high", HIGH),
         ("tensorfloat32", HIGH),
@@ -61,6 +60,8 @@ def test_all_products_follow_the_argument(precision, expected):
 
 
 def test_none_follows_the_configuration():
+    with jax.default_matmul_precision(None):
+        assert gradient_products() == [DEFAULT] * 7
     with jax.default_matmul_precision("highest"):
         assert gradient_products() == [HIGHEST] * 7
     with jax.default_matmul_precision("tensorfloat32"):

@@ -53,7 +53,7 @@ def cases(draw) -> Case:
 @pytest.mark.parametrize(
     "backend", [XlaBackend(block_q=8, block_k=16), XlaBackend(block_q=7, block_k=3)], ids=str
 )
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases(), seed=st.integers(0, 2**32 - 1))
 def test_any_combination(backend, case, seed):
     _, wrong = judge(backend, make_inputs, case, seed)
