@@ -1,7 +1,8 @@
 """The table of cases: every implementation, values and gradients together, against the budget."""
 
+import jax.numpy as jnp
 import pytest
-from implementations import SMALL_BLOCKS, each_implementation, judge, name_of, reasons
+from implementations import SMALL_BLOCKS, each_implementation, judge, name_of, reasons, truth
 
 from pallas_flash.testing import Case, make_inputs
 
@@ -82,6 +83,13 @@ def test_runs_what_it_is_said_to_run(implementation):
 def test_values_and_gradients(implementation, case, seed):
     _, wrong = judge(implementation, make_inputs, case, seed)
     assert wrong == []
+    # A budget in which a fault finds room would be a fault of the budget.
+    eps = float(jnp.finfo(case.dtype).eps)
+    most = 10 * eps if case.dtype != "float32" else 300 * eps
+    sums = {"dscale", "dsinks"} | ({"dbias"} if case.bias == "" else set())
+    budget = truth(make_inputs, case, seed).budget
+    assert {name: x for name, x in budget.items() if x > most and name not in sums} == {}
+    assert max(budget.values()) < max(most, 5e-3)
 
 
 def test_case_ids_are_unique():
