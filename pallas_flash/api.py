@@ -59,8 +59,9 @@ def flash_attention(
       key_value_seq_lengths: integers [B]. Keys at or past it do not exist.
       local_window_size: (left, right), or one int for both: the query at position i sees the keys
         at i - left to i + right, both included.
-      query_offset: position of the first query: an int, an integer scalar array, or integers [B].
-      query_segment_ids: integers [B, T]; a query sees the keys of its own id.
+      query_offset: position of the first query: an int, an integer scalar array, or integers [B],
+        within 2^29.
+      query_segment_ids: integers [B, T], as int32; a query sees the keys of its own id.
       key_value_segment_ids: integers [B, S]. One of the two serves for both where T == S.
       logits_soft_cap: bounds the logits to (-cap, cap) before the masks.
       sinks: floats [N], a logit for each query head that joins the softmax's denominator and has
