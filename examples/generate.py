@@ -199,14 +199,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
-    if arguments.raw and not arguments.prompt:
-        parser.error("the prompt is empty, and --raw adds nothing to it")
+    if not arguments.prompt.strip():
+        parser.error("the prompt is empty")
+    try:
+        # Bytes of the command line that are no text reach Python as lone surrogates.
+        arguments.prompt.encode()
+    except UnicodeEncodeError:
+        parser.error("the prompt is not valid text in the terminal's encoding")
     try:
         # Full float32 products, where a GPU would otherwise shorten them.
         with jax.default_matmul_precision("highest"):
             passed = run(arguments)
-    except (smollm2.WeightsError, LengthError, NotImplementedError) as error:
+    except (smollm2.WeightsError, LengthError) as error:
         parser.error(str(error))
+    except NotImplementedError as error:
+        # The call in the first line, and a reason in each one after it.
+        call, *reasons = str(error).splitlines()
+        parser.error(f"{'; '.join(reason.strip() for reason in reasons)} ({call.rstrip(':')})")
     return 0 if passed else 1
 
 

@@ -61,7 +61,7 @@ def flash_attention(
         at i - left to i + right, both included.
       query_offset: position of the first query: an int, an integer scalar array, or integers [B],
         within 2^29.
-      query_segment_ids: integers [B, T], as int32; a query sees the keys of its own id.
+      query_segment_ids: integers [B, T]; a query sees the keys of its own id.
       key_value_segment_ids: integers [B, S]. One of the two serves for both where T == S.
       logits_soft_cap: bounds the logits to (-cap, cap) before the masks.
       sinks: floats [N], a logit for each query head that joins the softmax's denominator and has

@@ -80,10 +80,19 @@ def reference_attention(
         logits = logits_soft_cap * jnp.tanh(logits / logits_soft_cap)
     logits = jnp.where(sees, logits, -jnp.inf)
 
-    most = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
     if sinks is not None:
         sinks = jnp.where(is_row, sinks.astype(dtype)[None, None], -jnp.inf)
         sinks = jnp.swapaxes(sinks, 1, 2)[..., None]
+    probabilities, lse = _softmax(logits, sinks)
+    probabilities = probabilities.astype(value.dtype)
+    out = jnp.einsum("bnts,bsnh->btnh", probabilities, value, preferred_element_type=dtype)
+    return AttentionOutput(out.astype(query.dtype), jnp.swapaxes(lse, 1, 2))
+
+
+def _softmax(logits: jax.Array, sinks: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """Probabilities [B, N, T, S] and lse [B, N, T]; sinks [B, N, T, 1] join the denominator."""
+    most = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
+    if sinks is not None:
         most = jnp.maximum(most, sinks)
     most = jax.lax.stop_gradient(jnp.where(jnp.isneginf(most), 0, most))
     weights = jnp.exp(logits - most)
@@ -93,6 +102,4 @@ def reference_attention(
     is_empty = total == 0
     total = jnp.where(is_empty, 1, total)
     lse = jnp.where(is_empty, -jnp.inf, jnp.log(total) + most)
-    probabilities = (weights / total).astype(value.dtype)
-    out = jnp.einsum("bnts,bsnh->btnh", probabilities, value, preferred_element_type=dtype)
-    return AttentionOutput(out.astype(query.dtype), jnp.swapaxes(lse[..., 0], 1, 2))
+    return weights / total, lse[..., 0]

@@ -69,8 +69,9 @@ class Operands(NamedTuple):
     query_offset: jax.Array | None = None  # int32 [B]; None: zero
     query_seq_lengths: jax.Array | None = None  # int32 [B]
     key_value_seq_lengths: jax.Array | None = None  # int32 [B]
-    query_segment_ids: jax.Array | None = None  # int32 [B, T], given with the next or not at all
-    key_value_segment_ids: jax.Array | None = None  # int32 [B, S]
+    # int32, or int64 where it was given so. Both or neither; [B, T] and [B, S].
+    query_segment_ids: jax.Array | None = None
+    key_value_segment_ids: jax.Array | None = None
     sinks: jax.Array | None = None  # float32 [N]
 
 

@@ -156,12 +156,25 @@ def _integers(
     name: str, x: ArrayLike, shapes: Collection[tuple[int, ...]]
 ) -> np.ndarray | jax.Array:
     """An integer array of one of the shapes; what is not JAX's keeps all its bits."""
-    x = np.asarray(x) if isinstance(x, (np.ndarray, np.generic)) else _array(name, x)
+    wide = _wide(x)
+    x = wide if isinstance(wide, np.ndarray) else _array(name, x)
     expected = "an integer array of shape " + " or ".join(str(list(shape)) for shape in shapes)
     is_integer = jnp.issubdtype(x.dtype, jnp.integer)
     if not (is_integer and x.shape in shapes):
         _fail(name, expected, f"{x.dtype}{list(x.shape)}")
     return x
+
+
+def _wide(x: ArrayLike) -> np.ndarray | None:
+    """What is NumPy's or a list of ints as NumPy has it, in 64 bits where need be; else None."""
+    if not isinstance(x, (np.ndarray, np.generic, list, tuple)):
+        return None
+    try:
+        array = np.asarray(x)
+    except (TypeError, ValueError):
+        # A list that holds tracers, or rows of several lengths.
+        return None
+    return None if array.dtype == object else array
 
 
 def _clip(x: np.ndarray | jax.Array, least: int, most: int) -> jax.Array:
@@ -192,13 +205,13 @@ def _query_offset(x: ArrayLike, batch: tuple[int, ...]) -> jax.Array | None:
         x = np.int32(x)
     x = _integers("query_offset", x, [(), shape])
     if not isinstance(x, jax.Array) and x.size and not -FARTHEST <= x.min() <= x.max() <= FARTHEST:
-        _fail("query_offset", expected, f"{x.tolist()}")
+        _fail("query_offset", expected, x.tolist())
     offset = _clip(x, -FARTHEST, FARTHEST)
     return jnp.broadcast_to(offset, shape).reshape(math.prod(batch))
 
 
 def _ids(name: str, x: ArrayLike | None, batch: tuple[int, ...], length: int) -> jax.Array | None:
-    """int32 [B, length]."""
+    """int32 [B, length], or int64 where an array of JAX has it: a cast would make ids equal."""
     if x is None:
         return None
     shapes = [(*batch, length)] if batch else [(length,), (1, length)]
@@ -206,7 +219,9 @@ def _ids(name: str, x: ArrayLike | None, batch: tuple[int, ...], length: int) ->
     info = jnp.iinfo(jnp.int32)
     if not isinstance(x, jax.Array) and x.size and not info.min <= x.min() <= x.max() <= info.max:
         _fail(name, "integers that int32 can hold", f"{x.min()} to {x.max()}")
-    return jnp.asarray(x).astype(jnp.int32).reshape(math.prod(batch), length)
+    is_wide = isinstance(x, jax.Array) and x.dtype.itemsize > 4
+    ids = x if is_wide else jnp.asarray(x.astype(np.int32))
+    return ids.reshape(math.prod(batch), length)
 
 
 def _segment_ids(
@@ -225,10 +240,11 @@ def _segment_ids(
         _fail(missing, f"{expected} = {key_length}", "None")
     query_ids = _ids("query_segment_ids", query_ids, batch, query_length)
     key_ids = _ids("key_value_segment_ids", key_ids, batch, key_length)
-    return (
-        key_ids if query_ids is None else query_ids,
-        query_ids if key_ids is None else key_ids,
-    )
+    if query_ids is None or key_ids is None:
+        either = key_ids if query_ids is None else query_ids
+        return either, either
+    wide = max(query_ids.dtype, key_ids.dtype, key=lambda dtype: dtype.itemsize)
+    return query_ids.astype(wide), key_ids.astype(wide)
 
 
 def _sinks(x: ArrayLike | None, heads: int) -> jax.Array | None:
@@ -315,7 +331,7 @@ def precision(x: object) -> Precision:
     if isinstance(given, jax.lax.DotAlgorithmPreset) and given in _ALGORITHMS:
         return given
     _fail(
-        "precision",
+        "jax_default_matmul_precision, as precision is None" if x is None else "precision",
         "None, 'default', 'high', 'highest', a jax.lax.Precision, or one of "
         f"{', '.join(str(algorithm) for algorithm in _ALGORITHMS)}",
         repr(given),

@@ -222,10 +222,9 @@ LENGTHS = [
         bad(f"{name}-rank", name, ints(2, 1), ROWS),
         bad(f"{name}-scalar", name, 3, ROWS, "int32[]"),
         bad(f"{name}-float", name, zeros(2), ROWS),
-        bad(f"{name}-float-list", name, [3.0, 2.0], ROWS, "float32[2]"),
+        bad(f"{name}-float-list", name, [3.0, 2.0], ROWS, "float64[2]"),
         bad(f"{name}-bool", name, zeros(2, dtype="bool"), ROWS),
         bad(f"{name}-string", name, "33", "array", "'33'"),
-        bad(f"{name}-beyond-int32", name, [2**40, 1], "array", "[1099511627776, 1]"),
         bad(f"{name}-of-unbatched", name, ints(2), "shape [] or [1]", start=unbatched()),
     )
 ]
@@ -249,7 +248,7 @@ OFFSET = [
     bad("offset-too-small", "query_offset", -FARTHEST - 1, NEAR),
     bad("offset-beyond-int64", "query_offset", 2**70, NEAR),
     bad("offset-numpy-too-large", "query_offset", np.int64(2**40), NEAR),
-    bad("offset-list-too-large", "query_offset", [2**40, 0], "an", "[1099511627776, 0]"),
+    bad("offset-list-too-large", "query_offset", [2**40, 0], NEAR, "[1099511627776, 0]"),
 ]
 
 SEGMENTS = [

@@ -160,6 +160,26 @@ def test_weakly_typed_floats():
     assert all(np.isfinite(x).all() for x in gradients)
 
 
+def test_wide_ids_stay_apart():
+    """Ids that a cast to int32 would make equal."""
+    with jax.enable_x64(True):
+        query = jnp.ones((1, 3, 1, 4), jnp.float32)
+        ids = {
+            "query_segment_ids": jnp.full((1, 3), 2**32, jnp.int64),
+            "key_value_segment_ids": jnp.zeros((1, 3), jnp.int32),
+        }
+        assert not flash_attention(query, query, query, **ids).any()
+        _, operands = given_to_backend(query=query, key=query, value=query, **ids)
+        assert operands.query_segment_ids.dtype == operands.key_value_segment_ids.dtype
+
+
+@pytest.mark.parametrize("name", ["query_seq_lengths", "key_value_seq_lengths"])
+def test_lengths_in_a_list(name, seed):
+    """As in an array of NumPy: more than there are says "all of them"."""
+    arrays = make_inputs(case_of("plain", 2), seed).arrays
+    assert_means({**arrays, name: [2**40, 1]}, {**arrays, name: np.array([2**29, 1])})
+
+
 @pytest.mark.parametrize("side", ["query", "key_value"])
 def test_one_sides_segment_ids_serve_for_both(side, seed):
     arrays = make_inputs(case_of("segments", 2, S=SIZES["T"]), seed).arrays

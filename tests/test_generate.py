@@ -331,6 +331,8 @@ def test_missing_weights_package(
     ("arguments", "message"),
     [
         (["--raw", ""], "the prompt is empty"),
+        ([" "], "the prompt is empty"),
+        (["bad \udcff byte"], "the prompt is not valid text"),
         (["--implementation", "cudnn"], "invalid choice: 'cudnn'"),
         (["--max-new-tokens", "0"], "at least 1, got '0'"),
         (["--max-new-tokens", "-3"], "at least 1, got '-3'"),
