@@ -162,8 +162,10 @@ def test_like_jax_nn(call, is_batched, seed):
     dout = jnp.asarray(inputs.dout)
     if not is_batched:
         arrays, dout = {name: x[0] for name, x in arrays.items()}, dout[0]
-        is_per_row = lambda name, x: "lengths" in name or np.ndim(x) == 4  # noqa: E731
-        options = {name: x[:1] if is_per_row(name, x) else x for name, x in options.items()}
+        options = {
+            name: x[:1] if "lengths" in name or np.ndim(x) == 4 else x
+            for name, x in options.items()
+        }
     primals = {**arrays, **{name: options.pop(name) for name in ("bias",) if name in options}}
 
     @jax.jit
