@@ -143,7 +143,6 @@ def evaluate(
     Returns:
       "out", "lse", and "dquery", "dkey" and so on for each of `DIFFERENTIABLE` that is given.
     """
-
     options = tuple(inputs.options.items())
     (out, lse), gradients = _jitted(attention, options, *split(inputs, dtype))
     results = {"out": out, "lse": lse, **{f"d{name}": x for name, x in gradients.items()}}

@@ -51,7 +51,7 @@ def _array(name: str, x: ArrayLike) -> jax.Array:
         _fail(name, "an array", f"{type(x).__name__}: {x!r:.80}")
 
 
-def _require(condition: bool, name: str, expected: str, x: jax.Array) -> None:
+def _require(condition: bool, name: str, expected: str, x: np.ndarray | jax.Array) -> None:
     if not condition:
         _fail(name, expected, _describe(x))
 
@@ -160,8 +160,7 @@ def _integers(
     x = wide if isinstance(wide, np.ndarray) else _array(name, x)
     expected = "an integer array of shape " + " or ".join(str(list(shape)) for shape in shapes)
     is_integer = jnp.issubdtype(x.dtype, jnp.integer)
-    if not (is_integer and x.shape in shapes):
-        _fail(name, expected, f"{x.dtype}{list(x.shape)}")
+    _require(is_integer and x.shape in shapes, name, expected, x)
     return x
 
 
@@ -175,6 +174,13 @@ def _wide(x: ArrayLike) -> np.ndarray | None:
         # A list that holds tracers, or rows of several lengths.
         return None
     return None if array.dtype == object else array
+
+
+def _is_known_beyond(x: np.ndarray | jax.Array, least: int, most: int) -> bool:
+    """Whether a value lies outside; never of an array of JAX, which would have to be waited for."""
+    if isinstance(x, jax.Array) or not x.size:
+        return False
+    return not least <= x.min() <= x.max() <= most
 
 
 def _clip(x: np.ndarray | jax.Array, least: int, most: int) -> jax.Array:
@@ -204,7 +210,7 @@ def _query_offset(x: ArrayLike, batch: tuple[int, ...]) -> jax.Array | None:
             _fail("query_offset", expected, x)
         x = np.int32(x)
     x = _integers("query_offset", x, [(), shape])
-    if not isinstance(x, jax.Array) and x.size and not -FARTHEST <= x.min() <= x.max() <= FARTHEST:
+    if _is_known_beyond(x, -FARTHEST, FARTHEST):
         _fail("query_offset", expected, x.tolist())
     offset = _clip(x, -FARTHEST, FARTHEST)
     return jnp.broadcast_to(offset, shape).reshape(math.prod(batch))
@@ -217,7 +223,7 @@ def _ids(name: str, x: ArrayLike | None, batch: tuple[int, ...], length: int) ->
     shapes = [(*batch, length)] if batch else [(length,), (1, length)]
     x = _integers(name, x, shapes)
     info = jnp.iinfo(jnp.int32)
-    if not isinstance(x, jax.Array) and x.size and not info.min <= x.min() <= x.max() <= info.max:
+    if _is_known_beyond(x, info.min, info.max):
         _fail(name, "integers that int32 can hold", f"{x.min()} to {x.max()}")
     is_wide = isinstance(x, jax.Array) and x.dtype.itemsize > 4
     ids = x if is_wide else jnp.asarray(x.astype(np.int32))
