@@ -1,5 +1,7 @@
 """Attention under JAX's transforms: the answer stays, and what is not offered is refused."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 
 from pallas_flash import LSE_NAME, OUT_NAME, flash_attention, flash_attention_with_lse
 from pallas_flash.backends.xla import XlaBackend
-from pallas_flash.testing import Case, make_inputs
+from pallas_flash.testing import Case, error, make_inputs
 
 BLOCKS = XlaBackend(block_q=16, block_k=16)
 
@@ -30,16 +32,24 @@ def assert_trees_equal(x, y):
     jax.tree.map(np.testing.assert_array_equal, x, y)
 
 
+def output_and_gradients(query, key, value):
+    """What `loss` is summed from, and its gradients.
+
+    The sum itself tells little: its terms cancel, and how far it is off hangs on the order in
+    which a machine adds them.
+    """
+    out, vjp = jax.vjp(functools.partial(attend, is_causal=True), query, key, value)
+    return out, *vjp(jnp.cos(out))
+
+
 def assert_trees_close(x, y, tolerance=2e-6):
-    """Entries near 1 may differ by some float32 steps; a sum of many by as many of its own."""
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance), x, y
-    )
+    """Arrays may differ by some float32 steps of their largest entry."""
+    for a, b in zip(jax.tree.leaves(x), jax.tree.leaves(y), strict=True):
+        assert error(np.asarray(a), np.asarray(b)) <= tolerance
 
 
 def test_jit_and_eager_agree(qkv):
-    gradient = jax.value_and_grad(loss, argnums=(0, 1, 2))
-    assert_trees_close(gradient(*qkv), jax.jit(gradient)(*qkv))
+    assert_trees_close(output_and_gradients(*qkv), jax.jit(output_and_gradients)(*qkv))
 
 
 def test_same_inputs_give_the_same_bits(qkv):
@@ -57,14 +67,18 @@ def test_scan_over_layers_is_the_loop(qkv):
         return x + attend(x, key, value), None
 
     def scanned(x):
-        return jnp.sum(jnp.sin(jax.lax.scan(layer, x, keys)[0]))
+        return jax.lax.scan(layer, x, keys)[0]
 
     def looped(x):
         for key in keys:
             x, _ = layer(x, key)
-        return jnp.sum(jnp.sin(x))
+        return x
 
-    assert_trees_close(jax.value_and_grad(scanned)(query), jax.value_and_grad(looped)(query), 1e-5)
+    def output_and_gradient(layers):
+        out, vjp = jax.vjp(layers, query)
+        return out, *vjp(jnp.cos(out))
+
+    assert_trees_close(output_and_gradient(scanned), output_and_gradient(looped), 1e-5)
 
 
 NAMED = jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME)
@@ -98,19 +112,20 @@ def test_checkpoint_names_are_in_the_differentiated_call(qkv):
 )
 def test_vmap_is_the_loop(qkv, mapped):
     def stack(x, axis):
-        return x if axis is None else jnp.stack([x, -0.5 * x, x + 1.0], axis)
+        return x if axis is None else jnp.stack([x, -0.5 * x, x[..., ::-1]], axis)
 
     def pick(x, axis, index):
         return x if axis is None else jnp.take(x, index, axis)
 
     stacked = [stack(x, axis) for x, axis in zip(qkv, mapped, strict=True)]
-    gradient = jax.value_and_grad(loss, argnums=(0, 1, 2))
     each = [
-        gradient(*(pick(x, axis, index) for x, axis in zip(stacked, mapped, strict=True)))
+        output_and_gradients(
+            *(pick(x, axis, index) for x, axis in zip(stacked, mapped, strict=True))
+        )
         for index in range(3)
     ]
     expected = jax.tree.map(lambda *leaves: jnp.stack(leaves), *each)
-    assert_trees_close(jax.vmap(gradient, mapped)(*stacked), expected)
+    assert_trees_close(jax.vmap(output_and_gradients, mapped)(*stacked), expected)
 
 
 def test_vmap_three_deep(qkv):
