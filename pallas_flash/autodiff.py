@@ -47,7 +47,9 @@ LSE_NAME = "flash_attention_lse"
 class Kernels(Protocol):
     """What the rule needs of a backend; `pallas_flash.backends.Backend` has it."""
 
-    def forward(self, spec: AttentionSpec, operands: Operands) -> ForwardOutput: ...
+    def forward(
+        self, spec: AttentionSpec, operands: Operands, *, with_statistics: bool
+    ) -> ForwardOutput: ...
 
     def backward(
         self, spec: AttentionSpec, residuals: Residuals, dout: jax.Array, dlse: jax.Array
@@ -58,20 +60,20 @@ class Kernels(Protocol):
 def attention(kernels: Kernels, spec: AttentionSpec, operands: Operands) -> AttentionOutput:
     """Attention by `kernels`, differentiable once in reverse mode.
 
-    In a differentiated call out and lse carry the checkpoint names `OUT_NAME` and `LSE_NAME`.
+    In a differentiated call out carries the checkpoint name `OUT_NAME`, and `LSE_NAME` stands on
+    lse and on its two parts, of which the backward makes use.
     """
-    result = _forward(kernels, spec, operands)
+    result = _forward(kernels, spec, False, operands)
     return AttentionOutput(result.out, result.lse)
 
 
 def _attention_fwd(
     kernels: Kernels, spec: AttentionSpec, operands: Operands
 ) -> tuple[AttentionOutput, Residuals]:
-    result = _forward(kernels, spec, operands)
+    result = _forward(kernels, spec, True, operands)
     out = checkpoint_name(result.out, OUT_NAME)
-    lse = checkpoint_name(result.lse, LSE_NAME)
-    lse_low = checkpoint_name(result.lse_low, LSE_NAME)
-    return AttentionOutput(out, lse), Residuals(operands, out, lse, lse_low)
+    lse, m, log_l = (checkpoint_name(x, LSE_NAME) for x in result[1:])
+    return AttentionOutput(out, lse), Residuals(operands, out, m, log_l)
 
 
 def _attention_bwd(
@@ -85,10 +87,13 @@ attention.defvjp(_attention_fwd, _attention_bwd)
 
 # Were the two passes plain calls, a second differentiation would go into a backend's own loops, and
 # give an error about them, or through a kernel, and give who knows what.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def _forward(kernels: Kernels, spec: AttentionSpec, operands: Operands) -> ForwardOutput:
-    forward = functools.partial(kernels.forward, spec)
-    return sharding.automatic(forward, sharding.forward_like(operands))(operands)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def _forward(
+    kernels: Kernels, spec: AttentionSpec, with_statistics: bool, operands: Operands
+) -> ForwardOutput:
+    forward = functools.partial(kernels.forward, spec, with_statistics=with_statistics)
+    out_like = sharding.forward_like(operands, with_statistics)
+    return sharding.automatic(forward, out_like)(operands)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -101,7 +106,7 @@ def _backward(
     return sharding.automatic(backward, gradients_like)(residuals, cotangents.out, cotangents.lse)
 
 
-def _refuse(kernels: Kernels, spec: AttentionSpec, primals, tangents):
+def _refuse(*arguments: object):
     raise NotImplementedError(
         "flash_attention offers the first derivative in reverse mode (jax.grad, jax.vjp, "
         "jax.jacrev) and no other: not forward mode (jax.jvp, jax.jacfwd) and not the derivative "

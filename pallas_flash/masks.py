@@ -4,8 +4,11 @@ Pure arithmetic: positions come in and are never built here, so the same lines s
 plain JAX and a tile inside a kernel. Positions may be Python ints or integer arrays that broadcast.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_flash.spec import AttentionSpec
 
@@ -80,5 +83,65 @@ def _clip(start: Positions, stop: Positions, length: Positions) -> tuple[jax.Arr
 
 def blocks(start: jax.Array, stop: jax.Array, block_size: int) -> tuple[jax.Array, jax.Array]:
     """The blocks [first, last) of `block_size` that hold the positions [start, stop)."""
-    first = start // block_size
-    return first, jnp.where(stop > start, (stop + block_size - 1) // block_size, first)
+    first = _divide(start, block_size)
+    return first, jnp.where(stop > start, _divide(stop + block_size - 1, block_size), first)
+
+
+class Stretch(NamedTuple):
+    """Blocks along one axis against one block of the other.
+
+    Those of [first, last) hold a pair that is seen; those of [full_first, full_last), which lie
+    within, hold no other.
+    """
+
+    first: jax.Array
+    full_first: jax.Array
+    full_last: jax.Array
+    last: jax.Array
+
+
+def key_blocks(
+    spec: AttentionSpec,
+    q_first: Positions,
+    q_last: Positions,
+    key_length: Positions,
+    block_size: int,
+) -> Stretch:
+    """The key blocks that the queries at q_first..q_last need."""
+    start = 0 if spec.left is None else q_last - spec.left
+    stop = key_length if spec.right is None else q_first + spec.right + 1
+    needed = key_range(spec, q_first, q_last, key_length)
+    return _stretch(*blocks(*needed, block_size), start, jnp.minimum(stop, key_length), block_size)
+
+
+def query_blocks(
+    spec: AttentionSpec,
+    k_first: Positions,
+    k_last: Positions,
+    query_length: Positions,
+    query_offset: Positions,
+    block_size: int,
+) -> Stretch:
+    """The query blocks, by index and not by position, that need the keys at k_first..k_last."""
+    start = 0 if spec.right is None else k_last - spec.right - query_offset
+    stop = query_length if spec.left is None else k_first + spec.left + 1 - query_offset
+    needed = query_range(spec, k_first, k_last, query_length, query_offset)
+    return _stretch(
+        *blocks(*needed, block_size), start, jnp.minimum(stop, query_length), block_size
+    )
+
+
+def _stretch(
+    first: jax.Array, last: jax.Array, start: Positions, stop: Positions, block_size: int
+) -> Stretch:
+    """Of the blocks [first, last), full are those that lie within the positions [start, stop)."""
+    full_first = _divide(jnp.maximum(start, 0) + block_size - 1, block_size)
+    full_first = jnp.minimum(jnp.maximum(full_first, first), last)
+    full_last = _divide(jnp.maximum(stop, 0), block_size)
+    full_last = jnp.maximum(jnp.minimum(full_last, last), full_first)
+    return Stretch(first, full_first, full_last, last)
+
+
+def _divide(x: Positions, divisor: int) -> jax.Array:
+    """x // divisor, for x >= 0: what is left out is all that `//` does for other signs."""
+    return lax.div(jnp.int32(x), jnp.int32(divisor))

@@ -60,8 +60,10 @@ def automatic(function: Callable, out_like: Any) -> Callable:
     return jax.sharding.auto_axes(function, out_sharding=specs)
 
 
-def forward_like(operands: Operands) -> ForwardOutput:
+def forward_like(operands: Operands, with_statistics: bool) -> ForwardOutput:
     """How the results of a forward are sharded: rows as the query's, features whole."""
-    rows = jax.typeof(operands.query).sharding.spec[:3]
-    specs: Any = (PartitionSpec(*rows, None), PartitionSpec(*rows), PartitionSpec(*rows))
+    batch, length, heads = jax.typeof(operands.query).sharding.spec[:3]
+    rows = (batch, length, heads)
+    statistics = PartitionSpec(batch, heads, length) if with_statistics else None
+    specs: Any = (PartitionSpec(*rows, None), PartitionSpec(*rows), statistics, statistics)
     return ForwardOutput(*specs)

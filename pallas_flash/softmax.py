@@ -65,17 +65,31 @@ def update(
     )
 
 
-def finish(state: SoftmaxState) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Normalise: out [..., Hv], lse [...], and lse_low (see `ForwardOutput`)."""
+class Finished(NamedTuple):
+    """Of rows [...]: out [..., Hv], lse [...], and its two parts.
+
+    lse = m + log_l, but for a row without logits: there m = 0 and log_l = inf, so that
+    exp((logit - m) - log_l) is 0 for each logit there may be, and lse = -inf.
+    """
+
+    out: jax.Array
+    lse: jax.Array
+    m: jax.Array
+    log_l: jax.Array
+
+
+def finish(state: SoftmaxState) -> Finished:
+    """Normalise."""
     m, l, acc = state  # noqa: E741
     is_empty = l == 0.0
     divisor = jnp.where(is_empty, 1.0, l)
     log_l = jnp.log(divisor)
-    lse = jnp.where(is_empty, -jnp.inf, m + log_l)
-    # Dekker's Fast2Sum: where |m| is the larger, this is the sum's rounding error exactly; where it
-    # is not, both are small and the error too.
-    lse_low = jnp.where(is_empty, 0.0, log_l - (lse - m))
-    return acc / divisor[..., None], lse, lse_low
+    return Finished(
+        acc / divisor[..., None],
+        jnp.where(is_empty, -jnp.inf, m + log_l),
+        jnp.where(is_empty, 0.0, m),
+        jnp.where(is_empty, jnp.inf, log_l),
+    )
 
 
 def merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -92,5 +106,5 @@ def merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     weights = jnp.exp(lse - _shift(m)[None])
     l = jnp.sum(weights, axis=0)  # noqa: E741
     acc = jnp.sum(weights[..., None] * out.astype(jnp.float32), axis=0)
-    merged, merged_lse, _ = finish(SoftmaxState(m, l, acc))
-    return merged.astype(out.dtype), merged_lse
+    merged = finish(SoftmaxState(m, l, acc))
+    return merged.out.astype(out.dtype), merged.lse

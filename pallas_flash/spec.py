@@ -45,16 +45,19 @@ class AttentionOutput(NamedTuple):
 
 
 class ForwardOutput(NamedTuple):
-    """What a backend's forward gives back: `AttentionOutput`, and what rounding took from lse.
+    """What a backend's forward gives back: `AttentionOutput`, and the statistics of the softmax.
 
-    Near a logit of 1e6 one float32 step is 0.06, so probabilities recomputed as exp(logit - lse) no
-    longer sum to one. Those recomputed as exp((logit - lse) - lse_low) do: lse + lse_low is the
-    log of the denominator with about twice float32's digits.
+    The backward recomputes probabilities as exp((logit - m) - log_l) and not as exp(logit - lse):
+    near a logit of 1e6 one float32 step is 0.06, so what the sum lse = m + log_l has lost would be
+    missing from each probability of the row. Units and base of m and log_l are the backend's own.
+    A row that sees nothing has m = 0 and log_l = inf, which makes all its probabilities 0.
     """
 
     out: jax.Array  # [B, T, N, Hv]
-    lse: jax.Array  # [B, T, N]
-    lse_low: jax.Array  # [B, T, N]
+    lse: jax.Array  # float32 [B, T, N]
+    # Both float32 [B, N, T], or None where no backward will follow.
+    m: jax.Array | None = None
+    log_l: jax.Array | None = None
 
 
 class Operands(NamedTuple):
@@ -84,8 +87,8 @@ class Residuals(NamedTuple):
 
     operands: Operands
     out: jax.Array  # [B, T, N, Hv]
-    lse: jax.Array  # [B, T, N]
-    lse_low: jax.Array  # [B, T, N]
+    m: jax.Array  # float32 [B, N, T]; this and the next as in `ForwardOutput`
+    log_l: jax.Array  # float32 [B, N, T]
 
 
 @dataclass(frozen=True)

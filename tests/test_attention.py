@@ -1,6 +1,9 @@
 """The table of cases: every implementation, values and gradients together, against the budget."""
 
+import math
+
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from implementations import SMALL_BLOCKS, each_implementation, judge, name_of, reasons, truth
 
@@ -68,7 +71,12 @@ CASES = [
 
 # What each implementation cannot run here. A row that it learns to run must leave: a test below
 # fails until it does.
-REFUSED = {"interpret": CASES, "triton": CASES}
+NOT_IN_KERNELS = [
+    case
+    for case in CASES
+    if case.bias is not None or case.mask is not None or case.segments or case.sinks
+]
+REFUSED = {"interpret": NOT_IN_KERNELS, "triton": CASES}
 
 
 @each_implementation("xla", SMALL_BLOCKS)
@@ -86,10 +94,15 @@ def test_values_and_gradients(implementation, case, seed):
     # A budget in which a fault finds room would be a fault of the budget.
     eps = float(jnp.finfo(case.dtype).eps)
     most = 10 * eps if case.dtype != "float32" else 300 * eps
+    expected = truth(make_inputs, case, seed)
     sums = {"dscale", "dsinks"} | ({"dbias"} if case.bias == "" else set())
-    budget = truth(make_inputs, case, seed).budget
-    assert {name: x for name, x in budget.items() if x > most and name not in sums} == {}
-    assert max(budget.values()) < max(most, 5e-3)
+    budget = {name: x for name, x in expected.budget.items() if name not in sums}
+    assert {name: x for name, x in budget.items() if x > most} == {}
+    # A sum over all rows may cancel by chance, and then what it may be off by is little to its
+    # terms and much to itself.
+    terms = math.sqrt(case.B * case.N * case.T)
+    for name in sums & set(expected.budget):
+        assert expected.budget[name] * np.max(np.abs(expected.expected[name])) < 1e-2 * terms
 
 
 def test_case_ids_are_unique():

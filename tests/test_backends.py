@@ -26,8 +26,9 @@ class Unwilling(XlaBackend):
     def name(self):
         return "unwilling"
 
-    def unsupported_reasons(self, spec, dims, dtype, device):
-        return (f"no {dtype} with head dim {dims.head_dim}", f"not on {device.platform}")
+    def unsupported_reasons(self, spec, operands, device):
+        query = operands.query
+        return (f"no {query.dtype} with head dim {query.shape[-1]}", f"not on {device.platform}")
 
 
 @pytest.mark.parametrize("name", IMPLEMENTATIONS)
@@ -72,10 +73,12 @@ def test_a_refusal_has_the_inputs_once_and_every_reason(monkeypatch):
 )
 def test_a_named_implementation_does_not_fall_back(name, transform):
     def call(query):
-        return jnp.sum(flash_attention(query, KEY, KEY, implementation=name))
+        return jnp.sum(flash_attention(query, KEY, KEY, bias, implementation=name))
+
+    bias = jnp.ones((8, 8), jnp.float32)
 
     query = jnp.stack([QUERY, QUERY]) if transform is jax.vmap else QUERY
-    with pytest.raises(NotImplementedError, match=f"{name}: not written yet"):
+    with pytest.raises(NotImplementedError, match=f"{name}: the kernels do not read a bias yet"):
         transform(call)(query)
 
 

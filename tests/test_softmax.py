@@ -40,34 +40,34 @@ def drawn(seed):
 
 @pytest.mark.parametrize("cuts", [[], [20], [1, 2, 39], list(range(1, 40)), [0, 40]], ids=str)
 def test_any_cut_gives_the_dense_answer(drawn, cuts):
-    out, lse, _ = online(*drawn, cuts)
+    out, lse, *_ = online(*drawn, cuts)
     expected_out, expected_lse = dense(*drawn)
     np.testing.assert_allclose(out, expected_out, atol=2e-6)
     np.testing.assert_allclose(lse, expected_lse, rtol=2e-7)
 
 
-def test_lse_low_restores_what_rounding_took(drawn):
+def test_the_parts_of_lse_hold_what_the_sum_loses(drawn):
     logits, values = drawn
-    _, lse, lse_low = online(logits, values, [20])
+    result = online(logits, values, [20])
     _, expected = dense(logits, values)
     finite = np.isfinite(expected)
-    restored = np.float64(lse) + np.float64(lse_low)
-    np.testing.assert_allclose(restored[finite], expected[finite], rtol=0, atol=1e-6)
-    # Without it the row of logits near -30000 is off by up to half a float32 step, 0.001.
-    assert np.abs(np.float64(lse)[4] - expected[4]) < 1.1e-3
+    parts = np.float64(result.m) + np.float64(result.log_l)
+    np.testing.assert_allclose(parts[finite], expected[finite], rtol=0, atol=1e-6)
+    # The row of logits near -30000 has a sum that is off by up to half a float32 step, 0.001.
+    assert np.abs(np.float64(result.lse)[4] - expected[4]) < 1.1e-3
 
 
 def test_no_block_at_all_is_an_empty_row():
-    out, lse, lse_low = softmax.finish(softmax.init((3,), 2))
+    out, lse, m, log_l = softmax.finish(softmax.init((3,), 2))
     np.testing.assert_array_equal(out, np.zeros((3, 2)))
     np.testing.assert_array_equal(lse, np.full(3, -np.inf))
-    np.testing.assert_array_equal(lse_low, np.zeros(3))
+    np.testing.assert_array_equal(np.exp((1e30 - m) - log_l), np.zeros(3))
 
 
 def test_sinks_are_one_more_logit_without_value(drawn):
     logits, values = drawn
     sinks = np.array([0.5, -np.inf, 3.0, 1.0, -30001.0], np.float32)
-    out, lse, _ = online(logits, values, [13], jnp.asarray(sinks))
+    out, lse, *_ = online(logits, values, [13], jnp.asarray(sinks))
     expected = dense(
         np.concatenate([logits, sinks[:, None]], axis=1),
         np.concatenate([values, np.zeros((1, 6), np.float32)]),
@@ -84,7 +84,7 @@ def test_merge_of_parts_is_the_whole(drawn, cuts):
         for start, stop in zip([0, *cuts], [*cuts, 40], strict=True)
     ]
     out, lse = softmax.merge(
-        jnp.stack([out for out, _, _ in parts]), jnp.stack([lse for _, lse, _ in parts])
+        jnp.stack([part.out for part in parts]), jnp.stack([part.lse for part in parts])
     )
     expected_out, expected_lse = dense(logits, values)
     # The weights are exponentials of float32 lse near 30000, a step of 0.002, in the last row.

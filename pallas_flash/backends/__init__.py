@@ -11,7 +11,7 @@ from typing import Protocol, Self, runtime_checkable
 import jax
 import jax.numpy as jnp
 
-from pallas_flash.spec import AttentionSpec, Dims, ForwardOutput, Operands, Residuals
+from pallas_flash.spec import AttentionSpec, ForwardOutput, Operands, Residuals
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,15 @@ class Backend(Protocol):
         ...
 
     def unsupported_reasons(
-        self, spec: AttentionSpec, dims: Dims, dtype: jnp.dtype, device: Device
+        self, spec: AttentionSpec, operands: Operands, device: Device
     ) -> tuple[str, ...]:
         """Why it cannot run such a call, a sentence each; empty where it can."""
         ...
 
-    def forward(self, spec: AttentionSpec, operands: Operands) -> ForwardOutput:
-        """Attention and its lse."""
+    def forward(
+        self, spec: AttentionSpec, operands: Operands, *, with_statistics: bool
+    ) -> ForwardOutput:
+        """Attention and its lse, and where asked for the statistics that the backward needs."""
         ...
 
     def backward(
@@ -68,6 +70,28 @@ class Backend(Protocol):
     ) -> Operands:
         """The gradient of every float operand that is not None, in its dtype; None for the rest."""
         ...
+
+
+# All that JAX 0.10 to 0.12 lowers for a CPU, of the algorithms that sum in float32.
+_CPU_ALGORITHMS = (
+    jax.lax.DotAlgorithmPreset.DEFAULT,
+    jax.lax.DotAlgorithmPreset.F32_F32_F32,
+    jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
+    jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
+    jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
+)
+
+
+def missing_product(spec: AttentionSpec, operands: Operands, device: Device) -> tuple[str, ...]:
+    """A reason not to run where XLA has no product of the precision asked for; else empty."""
+    precision = spec.precision
+    is_known = (
+        not isinstance(precision, jax.lax.DotAlgorithmPreset)
+        or operands.query.dtype != jnp.float32
+        or device.platform != "cpu"
+        or precision in _CPU_ALGORITHMS
+    )
+    return () if is_known else (f"JAX has no product of precision {precision} on a CPU",)
 
 
 IMPLEMENTATIONS = ("triton", "interpret", "xla")
@@ -117,8 +141,7 @@ def unsupported_reasons(
     backend: Backend, spec: AttentionSpec, operands: Operands
 ) -> tuple[str, ...]:
     """Why the backend cannot run the call where its query is; empty where it can."""
-    dtype, device = operands.query.dtype, Device.of(operands.query)
-    return backend.unsupported_reasons(spec, Dims.of(operands), dtype, device)
+    return backend.unsupported_reasons(spec, operands, Device.of(operands.query))
 
 
 def _refused(spec: AttentionSpec, operands: Operands) -> str:

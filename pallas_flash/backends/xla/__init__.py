@@ -3,21 +3,11 @@
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 
-from pallas_flash.backends import Device
+from pallas_flash.backends import Device, missing_product
 from pallas_flash.backends.xla.backward import backward
 from pallas_flash.backends.xla.forward import forward
-from pallas_flash.spec import AttentionSpec, Dims, ForwardOutput, Operands, Residuals
-
-# All that JAX 0.10 to 0.12 lowers for a CPU, of those that sum in float32.
-_CPU_ALGORITHMS = (
-    jax.lax.DotAlgorithmPreset.DEFAULT,
-    jax.lax.DotAlgorithmPreset.F32_F32_F32,
-    jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
-    jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
-    jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X6,
-)
+from pallas_flash.spec import AttentionSpec, ForwardOutput, Operands, Residuals
 
 
 @dataclass(frozen=True)
@@ -43,23 +33,17 @@ class XlaBackend:
         return "xla"
 
     def unsupported_reasons(
-        self, spec: AttentionSpec, dims: Dims, dtype: jnp.dtype, device: Device
+        self, spec: AttentionSpec, operands: Operands, device: Device
     ) -> tuple[str, ...]:
         """Why this backend cannot run the call."""
-        precision = spec.precision
-        is_algorithm = isinstance(precision, jax.lax.DotAlgorithmPreset)
-        if (
-            is_algorithm
-            and device.platform == "cpu"
-            and dtype == jnp.float32
-            and precision not in _CPU_ALGORITHMS
-        ):
-            return (f"JAX has no product of precision {precision} on a CPU",)
-        return ()
+        return missing_product(spec, operands, device)
 
-    def forward(self, spec: AttentionSpec, operands: Operands) -> ForwardOutput:
-        """Attention and its lse."""
-        return forward(spec, (self.block_q, self.block_k), operands)
+    def forward(
+        self, spec: AttentionSpec, operands: Operands, *, with_statistics: bool
+    ) -> ForwardOutput:
+        """Attention and its lse, and where asked for the statistics that the backward needs."""
+        result = forward(spec, (self.block_q, self.block_k), operands)
+        return result if with_statistics else result._replace(m=None, log_l=None)
 
     def backward(
         self, spec: AttentionSpec, residuals: Residuals, dout: jax.Array, dlse: jax.Array

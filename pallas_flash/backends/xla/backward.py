@@ -66,17 +66,17 @@ class _Rows(NamedTuple):
     q: jax.Array  # [B, K, G, bq, H]
     do: jax.Array  # [B, K, G, bq, Hv]
     delta: jax.Array  # [B, K, G, bq], as are the next two
-    lse: jax.Array
-    lse_low: jax.Array
+    m: jax.Array
+    log_l: jax.Array
 
 
 def _rows(
     call: Call, residuals: Residuals, dout: jax.Array, dlse: jax.Array, i: jax.Array
 ) -> _Rows:
-    lse = call.query_tile(residuals.lse, i)
+    m, log_l = (call.query_tile(x.swapaxes(1, 2), i) for x in (residuals.m, residuals.log_l))
     # A row that sees nothing, or that an earlier block has done, has no gradient to give, whatever
-    # its cotangents hold: with lse = inf all its probabilities are 0.
-    is_idle = jnp.isneginf(lse)
+    # its cotangents hold: with log_l = inf all its probabilities are 0.
+    is_idle = jnp.isposinf(log_l)
     is_new = call.queries.is_new(i)
     if is_new is not None:
         is_idle |= ~is_new[None, None, None]
@@ -87,8 +87,8 @@ def _rows(
         q=call.query(i),
         do=do,
         delta=jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dl,
-        lse=jnp.where(is_idle, jnp.inf, lse),
-        lse_low=call.query_tile(residuals.lse_low, i),
+        m=m,
+        log_l=jnp.where(is_idle, jnp.inf, log_l),
     )
 
 
@@ -101,7 +101,7 @@ def _add_tile(
     tile = call.tile(rows.q, k, i, j)
     # At most 1 in exact arithmetic; where logits are so large that a float32 step is many units,
     # the two passes' roundings may differ, and the exponential must not overflow.
-    log_p = (tile.logits - rows.lse[..., None]) - rows.lse_low[..., None]
+    log_p = (tile.logits - rows.m[..., None]) - rows.log_l[..., None]
     p = jnp.exp(jnp.minimum(log_p, 0.0))
     dp = call.dot("bkgqh,bkjh->bkgqj", rows.do, v)
     dx = p * (dp - rows.delta[..., None])
@@ -148,7 +148,7 @@ def backward(
         sums = sums._replace(dq=_add_along(sums.dq, dq, call.queries.start(i)))
         sinks = call.sinks(i)
         if sums.dsinks is not None and sinks is not None:
-            p_sink = jnp.exp((sinks - rows.lse) - rows.lse_low)
+            p_sink = jnp.exp((sinks - rows.m) - rows.log_l)
             dsinks = sums.dsinks - jnp.sum(p_sink * rows.delta, axis=(0, 3)).reshape(-1)
             sums = sums._replace(dsinks=dsinks)
         return sums

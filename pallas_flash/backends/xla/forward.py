@@ -16,7 +16,7 @@ def forward(spec: AttentionSpec, blocks: tuple[int, int], operands: Operands) ->
     """Attention and its lse, with blocks of (block_q, block_k)."""
     call = Call.of(spec, operands, *blocks)
     dims = call.dims
-    rows = (dims.batch, dims.key_heads, dims.group, call.queries.size)
+    tile_rows = (dims.batch, dims.key_heads, dims.group, call.queries.size)
 
     def query_block(i, outputs):
         q = call.query(i)
@@ -27,23 +27,22 @@ def forward(spec: AttentionSpec, blocks: tuple[int, int], operands: Operands) ->
             v = call.key_tile(operands.value, j)
             return softmax.update(state, tile.logits, lambda p: call.dot("bkgqj,bkjh->bkgqh", p, v))
 
-        state = softmax.init(rows, dims.value_head_dim, call.sinks(i))
+        state = softmax.init(tile_rows, dims.value_head_dim, call.sinks(i))
         state = sharding.vary_like(state, q)
-        out, lse, lse_low = softmax.finish(call.keys.fold(first, last, key_block, state))
+        result = softmax.finish(call.keys.fold(first, last, key_block, state))
         # XLA may leave out a cast down and up again, and the backward, compiled together with this,
         # would take another delta than one compiled apart.
         kind = jnp.finfo(operands.query.dtype)
-        out = lax.reduce_precision(out, exponent_bits=kind.nexp, mantissa_bits=kind.nmant)
-        return ForwardOutput(
-            *(
-                lax.dynamic_update_slice_in_dim(
-                    whole, call.from_query_tile(x).astype(whole.dtype), call.queries.start(i), 1
-                )
-                for whole, x in zip(outputs, (out, lse, lse_low), strict=True)
+        out = lax.reduce_precision(result.out, kind.nexp, kind.nmant)
+        return [
+            lax.dynamic_update_slice_in_dim(
+                whole, call.from_query_tile(x).astype(whole.dtype), call.queries.start(i), 1
             )
-        )
+            for whole, x in zip(outputs, (out, *result[1:]), strict=True)
+        ]
 
-    statistics = jnp.zeros((dims.batch, dims.query_length, dims.query_heads), jnp.float32)
-    out = jnp.zeros((*statistics.shape, dims.value_head_dim), operands.query.dtype)
-    outputs = sharding.vary_like(ForwardOutput(out, statistics, statistics), operands.query)
-    return call.queries.fold(0, call.queries.count, query_block, outputs)
+    rows = jnp.zeros((dims.batch, dims.query_length, dims.query_heads), jnp.float32)
+    out = jnp.zeros((*rows.shape, dims.value_head_dim), operands.query.dtype)
+    outputs = sharding.vary_like([out, rows, rows, rows], operands.query)
+    out, lse, m, log_l = call.queries.fold(0, call.queries.count, query_block, outputs)
+    return ForwardOutput(out, lse, m.swapaxes(1, 2), log_l.swapaxes(1, 2))

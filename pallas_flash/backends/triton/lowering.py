@@ -1,0 +1,77 @@
+"""The one door to Pallas and its Triton lowering: how a kernel is launched, and how it reads."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas
+from jax.experimental.pallas import triton
+
+from pallas_flash.backends.triton.config import Config
+
+# JAX means users to move to another lowering. It is this package that will have to, not its users.
+warnings.filterwarnings(
+    "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
+)
+
+load = triton.load
+store = triton.store
+
+
+def program(*sizes: int) -> tuple[jax.Array, ...]:
+    """This program's place in a grid whose first axes have these sizes, and along one axis more.
+
+    Programs that follow one another differ along the first axis.
+    """
+    rest = pallas.program_id(0)
+    place = []
+    for size in sizes:
+        place.append(lax.rem(rest, jnp.int32(size)))
+        rest = lax.div(rest, jnp.int32(size))
+    return (*place, rest)
+
+
+def launch(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    programs: int,
+    outputs: Any,
+    config: Config,
+    interpret: bool,
+    like: jax.Array,
+) -> Callable[..., Any]:
+    """A function of arrays that runs `kernel` once for each of `programs`.
+
+    The kernel gets whole arrays as references, first those of the arguments and then those of the
+    outputs, in the same structures, and finds its part of the work by `program`. One grid
+    axis has room for 2^31 - 1 programs, the others for 65535 only, and the lowering adds axes of
+    its own for `jax.vmap`.
+
+    Args:
+      kernel: writes every element of the outputs.
+      name: of the kernel, in profiles and jaxprs.
+      programs: how many there are, > 0.
+      outputs: a pytree of `jax.ShapeDtypeStruct`.
+      config: warps and stages.
+      interpret: run in Pallas's interpreter.
+      like: an argument. Inside `jax.shard_map` outputs vary over the mesh axes that it varies over.
+    """
+    varying = jax.typeof(like).manual_axis_type
+    outputs = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=varying), outputs
+    )
+    return pallas.pallas_call(
+        kernel,
+        grid=(programs,),
+        out_shape=outputs,
+        # Without them JAX 0.11 lowers to Mosaic.
+        compiler_params=triton.CompilerParams(
+            num_warps=config.num_warps, num_stages=config.num_stages
+        ),
+        interpret=interpret,
+        name=name,
+    )

@@ -1,0 +1,314 @@
+"""What kernels share: one call as a program sees it, how it reads, and the one logit tile.
+
+A tile is a block of queries against a block of keys, or, where a kernel would rather, its
+transpose: positions come as a column and a row, and everything here broadcasts.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_flash import masks
+from pallas_flash.backends.triton import lowering
+from pallas_flash.backends.triton.config import SMALLEST, Config
+from pallas_flash.backends.triton.softmax import LOG2_E
+from pallas_flash.spec import AttentionSpec, Dims, Operands
+
+
+def pieces(head_dim: int) -> tuple[tuple[int, int], ...]:
+    """(start, width) of the powers of two that cover a head dim; the last may reach beyond.
+
+    Arrays in a kernel have sides that are powers of two. Two of them hold 96 as 64 + 32 and do two
+    thirds of the work that 128 would.
+    """
+    whole = 1 << (head_dim.bit_length() - 1)
+    rest = head_dim - whole
+    if whole < SMALLEST:
+        return ((0, SMALLEST),)
+    if rest == 0:
+        return ((0, whole),)
+    width = max(SMALLEST, 1 << (rest - 1).bit_length())
+    return ((0, 2 * whole),) if width == whole else ((0, whole), (whole, width))
+
+
+def widths(head_dim: int) -> tuple[int, ...]:
+    """Of the `pieces`."""
+    return tuple(width for _, width in pieces(head_dim))
+
+
+def read(
+    ref: Any, batch: jax.Array, rows: jax.Array, head: jax.Array, exists: jax.Array | None
+) -> tuple[jax.Array, ...]:
+    """Rows of one head of [B, length, heads, head dim], in pieces of [rows, width].
+
+    Args:
+      ref: what is read.
+      batch: which batch row, int32 [].
+      rows: which rows, int32 [rows].
+      head: which head, int32 [].
+      exists: which of the rows there are, bool [rows]; the others come as 0. None: all.
+    """
+
+    def piece(start: int, width: int) -> jax.Array:
+        index, mask = _index(ref, batch, rows, head, exists, start, width)
+        if mask is None:
+            return lowering.load(ref.at[index])
+        return lowering.load(ref.at[index], mask=mask, other=0.0)
+
+    return tuple(piece(start, width) for start, width in pieces(ref.shape[3]))
+
+
+def write(
+    ref: Any,
+    batch: jax.Array,
+    rows: jax.Array,
+    head: jax.Array,
+    exists: jax.Array | None,
+    values: tuple[jax.Array, ...],
+) -> None:
+    """The inverse of `read`, in the reference's dtype; rows that do not exist are left alone."""
+    for (start, width), value in zip(pieces(ref.shape[3]), values, strict=True):
+        index, mask = _index(ref, batch, rows, head, exists, start, width)
+        lowering.store(ref.at[index], value.astype(ref.dtype), mask=mask)
+
+
+def _index(
+    ref: Any,
+    batch: jax.Array,
+    rows: jax.Array,
+    head: jax.Array,
+    exists: jax.Array | None,
+    start: int,
+    width: int,
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
+    """Where a piece lies, and a mask of what there is of it; None where it is all there."""
+    columns = start + jnp.arange(width, dtype=jnp.int32)
+    mask = None
+    if exists is not None:
+        mask = jnp.broadcast_to(exists[:, None], (rows.shape[0], width))
+    if start + width > ref.shape[3]:
+        is_column = jnp.broadcast_to((columns < ref.shape[3])[None, :], (rows.shape[0], width))
+        mask = is_column if mask is None else mask & is_column
+    return (batch, rows[:, None], head, columns[None, :]), mask
+
+
+class Tile(NamedTuple):
+    """The logits of a tile: score * factor is the logit in base 2."""
+
+    score: jax.Array  # float32, -inf where masked
+    slope: jax.Array | None  # d capped / d uncapped logit, 1 - tanh^2; None without a cap
+
+
+@dataclass(frozen=True)
+class BatchRow:
+    """A call as the programs of one batch row see it.
+
+    Attributes:
+      batch: which batch row, int32 [].
+      query_offset: position of its first query.
+      query_length: how many queries it has, at most T.
+      key_length: how many keys it has, at most S.
+      scale: the logits' factor.
+    """
+
+    spec: AttentionSpec
+    dims: Dims
+    config: Config
+    has_query_lengths: bool
+    has_key_lengths: bool
+    batch: jax.Array
+    query_offset: jax.Array | int
+    query_length: jax.Array | int
+    key_length: jax.Array | int
+    scale: jax.Array | float
+
+    @classmethod
+    def read(
+        cls, spec: AttentionSpec, dims: Dims, config: Config, refs: Operands, batch: jax.Array
+    ) -> Self:
+        def length(ref: Any, most: int) -> jax.Array | int:
+            return most if ref is None else jnp.minimum(ref[batch], most)
+
+        return cls(
+            spec=spec,
+            dims=dims,
+            config=config,
+            has_query_lengths=refs.query_seq_lengths is not None,
+            has_key_lengths=refs.key_value_seq_lengths is not None,
+            batch=batch,
+            query_offset=0 if refs.query_offset is None else refs.query_offset[batch],
+            query_length=length(refs.query_seq_lengths, dims.query_length),
+            key_length=length(refs.key_value_seq_lengths, dims.key_length),
+            scale=spec.scale if refs.scale is None else refs.scale[...],
+        )
+
+    @property
+    def has_ragged_queries(self) -> bool:
+        """Whether a block may hold queries that do not exist."""
+        return self.has_query_lengths or self.dims.query_length % self.config.block_q > 0
+
+    @property
+    def has_ragged_keys(self) -> bool:
+        """Whether a block may hold keys that do not exist."""
+        return self.has_key_lengths or self.dims.key_length % self.config.block_k > 0
+
+    @property
+    def factor(self) -> jax.Array | float:
+        """What takes a score to a logit in base 2, > 0."""
+        cap = self.spec.logits_soft_cap
+        if cap is not None:
+            return cap * LOG2_E
+        if isinstance(self.scale, float):
+            return abs(self.scale) * LOG2_E if self.scale else LOG2_E
+        return jnp.where(self.scale == 0.0, 1.0, jnp.abs(self.scale)) * LOG2_E
+
+    def signed(self, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Query or key, whichever is read once, times the sign of the scale, which is exact.
+
+        A score is then taken to its logit by a factor > 0, and the largest score is the largest
+        logit. With a scale of 0 it becomes 0 here, and the factor is not.
+        """
+        if isinstance(self.scale, float) and self.scale > 0:
+            return x
+        sign = jnp.sign(jnp.float32(self.scale))
+        return tuple(piece * sign.astype(piece.dtype) for piece in x)
+
+    def rows(self, block: jax.Array, *, is_full: bool) -> tuple[jax.Array, jax.Array | None]:
+        """The queries of a block, int32 [block_q], and which of them exist; None: all do.
+
+        A full block has no others: see `fold_keys`.
+        """
+        rows = block * self.config.block_q + jnp.arange(self.config.block_q, dtype=jnp.int32)
+        return rows, rows < self.query_length if self.has_ragged_queries and not is_full else None
+
+    def columns(self, block: jax.Array, *, is_full: bool) -> tuple[jax.Array, jax.Array | None]:
+        """The keys of a block, int32 [block_k], and which of them exist; None: all do."""
+        columns = block * self.config.block_k + jnp.arange(self.config.block_k, dtype=jnp.int32)
+        exists = columns < self.key_length if self.has_ragged_keys and not is_full else None
+        return columns, exists
+
+    def fold_keys(self, block: jax.Array, body: Callable, state: Any) -> Any:
+        """`state` folded over the key blocks that a query block needs.
+
+        `body(key_block, state, is_full)`: with is_full, each query of the one sees each key of the
+        other.
+        """
+        first = block * self.config.block_q
+        last = jnp.minimum(first + self.config.block_q, self.query_length) - 1
+        stretch = masks.key_blocks(
+            self.spec,
+            first + self.query_offset,
+            last + self.query_offset,
+            _if(first <= last, self.key_length),
+            self.config.block_k,
+        )
+        return _fold(
+            stretch,
+            body,
+            state,
+            has_partial_start=self.spec.left is not None,
+            has_partial_stop=self.spec.right is not None or self.has_ragged_keys,
+        )
+
+    def fold_queries(self, block: jax.Array, body: Callable, state: Any) -> Any:
+        """`state` folded over the query blocks that need a key block, as in `fold_keys`."""
+        first = block * self.config.block_k
+        last = jnp.minimum(first + self.config.block_k, self.key_length) - 1
+        stretch = masks.query_blocks(
+            self.spec,
+            first,
+            last,
+            _if(first <= last, self.query_length),
+            self.query_offset,
+            self.config.block_q,
+        )
+        return _fold(
+            stretch,
+            body,
+            state,
+            has_partial_start=self.spec.right is not None,
+            has_partial_stop=self.spec.left is not None or self.has_ragged_queries,
+        )
+
+    def dot(self, x: tuple[jax.Array, ...], y: tuple[jax.Array, ...]) -> jax.Array:
+        """x . y^T over the head dim, which comes in pieces."""
+        products = [self.product(a, b, (1, 1)) for a, b in zip(x, y, strict=True)]
+        total = products[0]
+        for product in products[1:]:
+            total = total + product
+        return total
+
+    def weigh(self, p: jax.Array, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """p . x for each piece, p rounded to the pieces' dtype."""
+        return tuple(self.product(p.astype(piece.dtype), piece, (1, 0)) for piece in x)
+
+    def product(self, x: jax.Array, y: jax.Array, contracted: tuple[int, int]) -> jax.Array:
+        """A product accumulated in float32. 16-bit operands know one precision only: exact."""
+        over_x, over_y = contracted
+        return lax.dot_general(
+            x,
+            y,
+            (((over_x,), (over_y,)), ((), ())),
+            precision=self.spec.precision if x.dtype == jnp.float32 else None,
+            preferred_element_type=jnp.float32,
+        )
+
+    def tile(
+        self, product: jax.Array, rows: jax.Array, columns: jax.Array, *, is_full: bool
+    ) -> Tile:
+        """The logits of a tile.
+
+        Args:
+          product: signed query . key, float32.
+          rows: indices of the queries, int32, broadcastable to it.
+          columns: indices of the keys, likewise.
+          is_full: each query sees each key.
+        """
+        score, slope = product, None
+        cap = self.spec.logits_soft_cap
+        if cap is not None:
+            score = _tanh(product * (jnp.abs(self.scale) / cap))
+            slope = 1.0 - score * score
+        if not is_full:
+            visible = masks.visible(
+                self.spec,
+                rows + self.query_offset,
+                columns,
+                key_length=self.key_length if self.has_ragged_keys else None,
+            )
+            if visible is not None:
+                score = jnp.where(visible, score, -jnp.inf)
+        return Tile(score, slope)
+
+
+def _tanh(x: jax.Array) -> jax.Array:
+    """By the exponential that the chip has; absolutely, and not relatively, accurate near 0."""
+    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2_E)))
+
+
+def _if(condition: jax.Array, length: jax.Array | int) -> jax.Array:
+    """`length`, or 0. (The lowering of a `where` between two constants is wrong in JAX 0.12.)"""
+    return condition.astype(jnp.int32) * length
+
+
+def _fold(
+    stretch: masks.Stretch,
+    body: Callable,
+    state: Any,
+    *,
+    has_partial_start: bool,
+    has_partial_stop: bool,
+) -> Any:
+    def loop(first: jax.Array, last: jax.Array, state: Any, is_full: bool) -> Any:
+        return lax.fori_loop(first, last, lambda i, state: body(i, state, is_full), state)
+
+    if has_partial_start:
+        state = loop(stretch.first, stretch.full_first, state, False)
+    state = loop(stretch.full_first, stretch.full_last, state, True)
+    if has_partial_stop:
+        state = loop(stretch.full_last, stretch.last, state, False)
+    return state
