@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_flash import AttentionOutput, backends, flash_attention_with_lse
+from pallas_flash.backends.triton import TritonBackend
+from pallas_flash.backends.triton.config import Config, Configs
 from pallas_flash.backends.xla import XlaBackend
 from pallas_flash.testing import Inputs, Truth, evaluate
 
@@ -16,11 +18,19 @@ Implementation = str | backends.Backend
 
 # So small that short calls have several blocks both ways, and a last one that is not full.
 SMALL_BLOCKS = XlaBackend(block_q=16, block_k=32)
+INTERPRET = TritonBackend(
+    interpret=True,
+    configs=Configs(
+        forward=Config(16, 32, 4, 1),
+        key_gradient=Config(32, 16, 4, 1),
+        query_gradient=Config(32, 32, 4, 1),
+    ),
+)
 
 
 def each_implementation(*forms_of_xla: Implementation) -> pytest.MarkDecorator:
     """Parametrize `implementation` over these and over the kernels."""
-    everything = [*forms_of_xla, "interpret", "triton"]
+    everything = [*forms_of_xla, INTERPRET, "triton"]
     return pytest.mark.parametrize("implementation", everything, ids=name_of)
 
 
@@ -28,7 +38,7 @@ def name_of(implementation: Implementation) -> str:
     """Readable in a test's id."""
     if isinstance(implementation, XlaBackend):
         return f"xla-{implementation.block_q}x{implementation.block_k}"
-    return str(implementation)
+    return implementation if isinstance(implementation, str) else implementation.name
 
 
 def reasons(implementation: Implementation, inputs: Inputs) -> tuple[str, ...]:
@@ -51,7 +61,7 @@ def runnable(
     """`flash_attention_with_lse` by the implementation; skips the test where it cannot run."""
     refusals = reasons(implementation, inputs)
     if refusals:
-        pytest.skip(f"{implementation}: {'; '.join(refusals)}")
+        pytest.skip(f"{name_of(implementation)}: {'; '.join(refusals)}")
     return _attention(implementation, precision)
 
 

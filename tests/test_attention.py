@@ -48,7 +48,9 @@ CASES = [
     Case(**GROUPED, scale=0.0, is_causal=True),
     Case(**GROUPED, scale=-0.25, mask="BNTS"),
     Case(**GROUPED, scale="traced", is_causal=True, bias="NTS"),
-    Case(T=150, S=150, dtype="bfloat16", is_causal=True, N=4, K=2, H=64),
+    # With a spread a row hangs on a few keys, and late rows are not small beside the first.
+    Case(T=150, S=150, dtype="bfloat16", is_causal=True, N=4, K=2, H=64, spread=2.0),
+    Case(T=150, S=150, dtype="float16", is_causal=True, N=4, K=2, H=64, spread=2.0),
     Case(T=150, S=150, dtype="float16", is_causal=True, N=4, K=2, H=64, sinks=True),
     Case(T=300, S=520, is_causal=True, query_offset=(220, 0), N=4, K=2),
     Case(T=600, S=270, local_window_size=(100, 40), N=2, K=1),

@@ -85,3 +85,35 @@ def test_blocks_hold_the_range(block_size):
         first, last = map(int, masks.blocks(start, stop, block_size))
         expected = sorted({position // block_size for position in range(start, stop)})
         assert list(range(first, last)) == expected
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("block_size", [1, 3, 4])
+def test_stretches_tell_needed_and_full_blocks(spec, block_size):
+    """Both ways: key blocks that queries need, and query blocks that need keys."""
+    length = 13
+    for first, count, offset in itertools.product(range(0, 24, 3), (1, 4), (0, 6, -7)):
+        mine = range(first, first + count)
+        last = first + count - 1
+
+        def is_key_seen(mine: int, other: int, offset: int = offset) -> bool:
+            return sees(spec, mine + offset, other)
+
+        def is_seen_by(mine: int, other: int, offset: int = offset) -> bool:
+            return sees(spec, other + offset, mine)
+
+        keys = masks.key_blocks(spec, first + offset, last + offset, length, block_size)
+        assert_stretch(keys, is_key_seen, mine, length, block_size)
+        queries = masks.query_blocks(spec, first, last, length, offset, block_size)
+        assert_stretch(queries, is_seen_by, mine, length, block_size)
+
+
+def assert_stretch(stretch, is_pair, mine: range, length: int, block_size: int) -> None:
+    """By brute force: [first, last) are the blocks with a pair, the full ones are all pairs."""
+    first, full_first, full_last, last = map(int, stretch)
+    assert first <= full_first <= full_last <= last
+    for block in range(-(-length // block_size)):
+        others = range(block * block_size, (block + 1) * block_size)
+        pairs = [j < length and is_pair(i, j) for i in mine for j in others]
+        assert (first <= block < last) == any(pairs)
+        assert (full_first <= block < full_last) == all(pairs)

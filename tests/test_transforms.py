@@ -6,40 +6,53 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from implementations import INTERPRET, name_of, runnable
 
-from pallas_flash import LSE_NAME, OUT_NAME, flash_attention, flash_attention_with_lse
+from pallas_flash import LSE_NAME, OUT_NAME
 from pallas_flash.backends.xla import XlaBackend
 from pallas_flash.testing import Case, error, make_inputs
 
-BLOCKS = XlaBackend(block_q=16, block_k=16)
+SMALL = Case(B=2, T=24, S=40, N=4, K=2, H=8)
 
 
-def attend(query, key, value, **options):
-    return flash_attention(query, key, value, implementation=BLOCKS, **options)
+@pytest.fixture(params=[XlaBackend(block_q=16, block_k=16), INTERPRET, "triton"], ids=name_of)
+def attend_with_lse(request):
+    return runnable(request.param, make_inputs(SMALL, seed=0), precision=None)
 
 
 @pytest.fixture
-def qkv(seed):
-    arrays = make_inputs(Case(B=2, T=24, S=40, N=4, K=2, H=8), seed).arrays
-    return [jnp.asarray(arrays[name]) for name in ("query", "key", "value")]
+def attend(attend_with_lse):
+    return lambda *qkv, **options: attend_with_lse(*qkv, **options).out
 
 
-def loss(query, key, value):
-    return jnp.sum(jnp.sin(attend(query, key, value, is_causal=True)))
+@pytest.fixture
+def loss(attend):
+    return lambda *qkv: jnp.sum(jnp.sin(attend(*qkv, is_causal=True)))
 
 
-def assert_trees_equal(x, y):
-    jax.tree.map(np.testing.assert_array_equal, x, y)
-
-
-def output_and_gradients(query, key, value):
+@pytest.fixture
+def output_and_gradients(attend):
     """What `loss` is summed from, and its gradients.
 
     The sum itself tells little: its terms cancel, and how far it is off hangs on the order in
     which a machine adds them.
     """
-    out, vjp = jax.vjp(functools.partial(attend, is_causal=True), query, key, value)
-    return out, *vjp(jnp.cos(out))
+
+    def function(*qkv):
+        out, vjp = jax.vjp(functools.partial(attend, is_causal=True), *qkv)
+        return out, *vjp(jnp.cos(out))
+
+    return function
+
+
+@pytest.fixture
+def qkv(seed):
+    arrays = make_inputs(SMALL, seed).arrays
+    return [jnp.asarray(arrays[name]) for name in ("query", "key", "value")]
+
+
+def assert_trees_equal(x, y):
+    jax.tree.map(np.testing.assert_array_equal, x, y)
 
 
 def assert_trees_close(x, y, tolerance=2e-6):
@@ -48,18 +61,18 @@ def assert_trees_close(x, y, tolerance=2e-6):
         assert error(np.asarray(a), np.asarray(b)) <= tolerance
 
 
-def test_jit_and_eager_agree(qkv):
+def test_jit_and_eager_agree(output_and_gradients, qkv):
     assert_trees_close(output_and_gradients(*qkv), jax.jit(output_and_gradients)(*qkv))
 
 
-def test_same_inputs_give_the_same_bits(qkv):
+def test_same_inputs_give_the_same_bits(loss, qkv):
     gradient = jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
     first = gradient(*qkv)
     for _ in range(3):
         assert_trees_equal(first, gradient(*qkv))
 
 
-def test_scan_over_layers_is_the_loop(qkv):
+def test_scan_over_layers_is_the_loop(attend, qkv):
     query, key, value = qkv
     keys = jnp.stack([key, -key, 2.0 * key])
 
@@ -87,19 +100,19 @@ NAMED = jax.checkpoint_policies.save_only_these_names(OUT_NAME, LSE_NAME)
 @pytest.mark.parametrize(
     "policy", [None, NAMED, jax.checkpoint_policies.dots_saveable], ids=["all", "named", "dots"]
 )
-def test_remat_gives_the_same_bits(qkv, policy):
+def test_remat_gives_the_same_bits(loss, qkv, policy):
     plain = jax.jit(jax.grad(loss, argnums=(0, 1, 2)))
     again = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy), argnums=(0, 1, 2)))
     assert_trees_equal(plain(*qkv), again(*qkv))
 
 
 @pytest.mark.parametrize(("policy", "runs"), [(None, 2), (NAMED, 1)], ids=["all", "named"])
-def test_remat_runs_the_forward_again_only_where_asked(qkv, policy, runs):
+def test_remat_runs_the_forward_again_only_where_asked(loss, qkv, policy, runs):
     gradient = jax.grad(jax.checkpoint(loss, policy=policy), argnums=(0, 1, 2))
     assert str(jax.make_jaxpr(gradient)(*qkv)).count("name=forward") == runs
 
 
-def test_checkpoint_names_are_in_the_differentiated_call(qkv):
+def test_checkpoint_names_are_in_the_differentiated_call(loss, qkv):
     text = str(jax.make_jaxpr(jax.grad(loss))(*qkv))
     assert f"name={OUT_NAME}" in text
     assert f"name={LSE_NAME}" in text
@@ -110,7 +123,7 @@ def test_checkpoint_names_are_in_the_differentiated_call(qkv):
     [(0, None, None), (None, 0, 0), (0, 0, 0), (None, None, 1)],
     ids=["query", "key-value", "all", "value"],
 )
-def test_vmap_is_the_loop(qkv, mapped):
+def test_vmap_is_the_loop(output_and_gradients, qkv, mapped):
     def stack(x, axis):
         return x if axis is None else jnp.stack([x, -0.5 * x, x[..., ::-1]], axis)
 
@@ -128,7 +141,7 @@ def test_vmap_is_the_loop(qkv, mapped):
     assert_trees_close(jax.vmap(output_and_gradients, mapped)(*stacked), expected)
 
 
-def test_vmap_three_deep(qkv):
+def test_vmap_three_deep(attend, qkv):
     query, key, value = qkv
     queries = jnp.stack([query, -query])
     values = jnp.stack([value, value + 1.0])
@@ -138,7 +151,7 @@ def test_vmap_three_deep(qkv):
     assert got.shape == (2, 3, 2, *query.shape)
 
 
-def test_vmap_over_lengths_and_offsets(qkv):
+def test_vmap_over_lengths_and_offsets(attend, qkv):
     query, key, value = qkv
     lengths = jnp.array([[3, 40], [0, 17]], jnp.int32)
     offsets = jnp.array([[0, 5], [16, -3]], jnp.int32)
@@ -152,13 +165,13 @@ def test_vmap_over_lengths_and_offsets(qkv):
     assert_trees_close(jax.vmap(call)(lengths, offsets), expected)
 
 
-def test_gradient_through_a_merge_of_parts(qkv):
+def test_gradient_through_a_merge_of_parts(attend, attend_with_lse, qkv):
     def whole(query, key, value):
         return jnp.sum(jnp.sin(attend(query, key, value)))
 
     def merged(query, key, value):
         parts = [
-            flash_attention_with_lse(query, key[:, part], value[:, part], implementation=BLOCKS)
+            attend_with_lse(query, key[:, part], value[:, part])
             for part in (slice(0, 13), slice(13, 40))
         ]
         weights = jax.nn.softmax(jnp.stack([part.lse for part in parts]), axis=0)
@@ -171,27 +184,22 @@ def test_gradient_through_a_merge_of_parts(qkv):
     )
 
 
-def first_tangent(query, *rest):
-    return jax.jvp(lambda q: attend(q, *rest), (query,), (query,))
+DERIVATIVES = {
+    "jvp": lambda loss: lambda *qkv: jax.jvp(loss, qkv, qkv),
+    "jacfwd": jax.jacfwd,
+    "hessian": jax.hessian,
+    "jacrev-of-grad": lambda loss: jax.jacrev(jax.grad(loss)),
+    "grad-of-grad": lambda loss: jax.jit(jax.grad(lambda *qkv: jnp.sum(jax.grad(loss)(*qkv) ** 2))),
+}
 
 
-@pytest.mark.parametrize(
-    "transform",
-    [
-        first_tangent,
-        jax.jacfwd(loss),
-        jax.hessian(loss),
-        jax.jacrev(jax.grad(loss)),
-        jax.jit(jax.grad(lambda q, k, v: jnp.sum(jax.grad(loss)(q, k, v) ** 2))),
-    ],
-    ids=["jvp", "jacfwd", "hessian", "jacrev-of-grad", "grad-of-grad"],
-)
-def test_other_derivatives_are_refused(qkv, transform):
+@pytest.mark.parametrize("derivative", DERIVATIVES.values(), ids=DERIVATIVES)
+def test_other_derivatives_are_refused(loss, qkv, derivative):
     with pytest.raises((TypeError, NotImplementedError), match=r"forward mode|forward-mode"):
-        transform(*qkv)
+        derivative(loss)(*qkv)
 
 
-def test_export_round_trip_is_bitwise(qkv):
+def test_export_round_trip_is_bitwise(loss, qkv):
     exported = jax.export.export(jax.jit(loss))(*qkv)
     again = jax.export.deserialize(exported.serialize(vjp_order=1))
     assert_trees_equal(again.call(*qkv), jax.jit(loss)(*qkv))

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Protocol, Self, runtime_checkable
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from pallas_flash.spec import AttentionSpec, ForwardOutput, Operands, Residuals
@@ -30,13 +31,23 @@ class Device:
 
     @classmethod
     def of(cls, x: jax.Array) -> Self:
-        """Where `x` lives; for what lives nowhere yet, where JAX runs things by default."""
+        """Where `x` lives; for what lives nowhere yet, where JAX runs things by default.
+
+        Under `jax.sharding.use_abstract_mesh` with an abstract NVIDIA GPU, for which a call can be
+        lowered where there is none, it is that one.
+        """
         if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer):
             device = min(x.devices(), key=lambda device: device.id)
         else:
             # pyrefly: ignore[missing-attribute]  # JAX makes its options attributes at run time.
             default = jax.config.jax_default_device
             device = jax.devices(default)[0] if isinstance(default, str | None) else default
+            # JAX 0.10 has no such thing.
+            target = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+            # On a mesh of what is here it is but a likeness of it.
+            if target is not None and target.device_kind != device.device_kind:
+                triton = importlib.import_module("jax.experimental.pallas.triton")
+                return cls("gpu", target.device_kind, triton.get_gpu_info().arch_name)
         capability = getattr(device, "compute_capability", None)
         return cls(device.platform, device.device_kind, capability)
 
@@ -95,6 +106,10 @@ def missing_product(spec: AttentionSpec, operands: Operands, device: Device) -> 
 
 
 IMPLEMENTATIONS = ("triton", "interpret", "xla")
+
+# What `jax.export.export(..., disabled_checks=)` must be told before it takes a call that a kernel
+# runs: Pallas has no form of it that it promises to keep.
+DISABLED_EXPORT_CHECKS = (jax.export.DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton"),)
 
 # In order of speed where they run. The interpreter is for tests: it runs when it is named.
 _CANDIDATES = ("triton", "xla")

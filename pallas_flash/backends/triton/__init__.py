@@ -10,8 +10,6 @@ from pallas_flash.backends import Device, missing_product
 from pallas_flash.backends.triton import config
 from pallas_flash.spec import AttentionSpec, Dims, ForwardOutput, Operands, Residuals
 
-_LARGEST_HEAD_DIM = 256
-
 # What no kernel here reads yet, by the names that a caller gives them.
 _UNREAD = {
     "bias": "a bias",
@@ -42,27 +40,30 @@ class TritonBackend:
     ) -> tuple[str, ...]:
         """Why this backend cannot run the call."""
         reasons = []
+        capability = device.compute_capability
         if importlib.util.find_spec("jax.experimental.pallas.triton") is None:
             reasons.append(f"JAX {jax.__version__} has no Triton lowering of Pallas")
         if self.interpret:
             reasons.extend(missing_product(spec, operands, device))
         else:
-            reasons.append("its kernels have not been run on a GPU yet")
-        if not self.interpret and (
-            device.compute_capability is None or float(device.compute_capability) < 8.0
-        ):
-            reasons.append(
-                f"it needs an NVIDIA GPU of compute capability 8.0 or later, not {device}"
-            )
+            reasons.append("the kernels have not been run on a GPU yet")
+            if capability is None or float(capability) < 8.0:
+                needed = "an NVIDIA GPU of compute capability 8.0 or later"
+                reasons.append(f"the kernels need {needed}, not {device}")
         reasons.extend(
             f"the kernels do not read {what} yet"
             for name, what in _UNREAD.items()
             if getattr(operands, name) is not None
         )
         dims = Dims.of(operands)
-        for name, size in (("H", dims.head_dim), ("Hv", dims.value_head_dim)):
-            if not 1 <= size <= _LARGEST_HEAD_DIM:
-                reasons.append(f"a head dim is from 1 to {_LARGEST_HEAD_DIM}, and {name} = {size}")
+        dtype = operands.query.dtype
+        # The interpreter has no shared memory to run out of.
+        most = 512 if self.interpret else config.largest_head_dim(dtype, capability)
+        reasons.extend(
+            f"head dims of {dtype} are from 1 to {most} here, and {name} = {size}"
+            for name, size in (("H", dims.head_dim), ("Hv", dims.value_head_dim))
+            if not 1 <= size <= most
+        )
         return tuple(reasons)
 
     def forward(
@@ -70,7 +71,7 @@ class TritonBackend:
     ) -> ForwardOutput:
         """Attention and its lse, and where asked for the statistics that the backward needs."""
         kernels = importlib.import_module("pallas_flash.backends.triton.forward")
-        configs = self._configs(operands)
+        configs = self._configs(spec, operands)
         return kernels.forward(spec, configs.forward, self.interpret, with_statistics, operands)
 
     def backward(
@@ -78,7 +79,7 @@ class TritonBackend:
     ) -> Operands:
         """The gradient of each float operand; None for the others."""
         kernels = importlib.import_module("pallas_flash.backends.triton.backward")
-        configs = self._configs(residuals.operands)
+        configs = self._configs(spec, residuals.operands)
         return kernels.backward(
             spec,
             configs.key_gradient,
@@ -89,7 +90,9 @@ class TritonBackend:
             dlse,
         )
 
-    def _configs(self, operands: Operands) -> config.Configs:
+    def _configs(self, spec: AttentionSpec, operands: Operands) -> config.Configs:
         if self.configs is not None:
             return self.configs
-        return config.Configs(*(config.Config(32, 32, 4, 2),) * 3)
+        capability = Device.of(operands.query).compute_capability
+        dtype = operands.query.dtype
+        return config.pick(Dims.of(operands), dtype, spec.precision, capability)

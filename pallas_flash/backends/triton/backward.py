@@ -15,7 +15,7 @@ from jax import lax
 
 from pallas_flash import sharding
 from pallas_flash.backends.triton import lowering, tile
-from pallas_flash.backends.triton.config import Config
+from pallas_flash.backends.triton.config import Config, widths
 from pallas_flash.spec import DIFFERENTIABLE, AttentionSpec, Dims, Operands, Residuals
 
 
@@ -107,7 +107,7 @@ def _key_gradient_kernel(
         return row.fold_queries(block, query_block, sums)
 
     sums = tuple(
-        tuple(jnp.zeros((config.block_k, width), jnp.float32) for width in tile.widths(head_dim))
+        tuple(jnp.zeros((config.block_k, width), jnp.float32) for width in widths(head_dim))
         for head_dim in (dims.head_dim, dims.value_head_dim)
     )
     first_head = key_head * dims.group
@@ -152,7 +152,7 @@ def _query_gradient_kernel(
         return _add(dq, row.weigh(dx, k))
 
     zeros = tuple(
-        jnp.zeros((config.block_q, width), jnp.float32) for width in tile.widths(dims.head_dim)
+        jnp.zeros((config.block_q, width), jnp.float32) for width in widths(dims.head_dim)
     )
     dq = row.fold_keys(block, key_block, zeros)
     is_stored = rows < dims.query_length

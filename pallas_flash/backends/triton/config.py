@@ -1,9 +1,26 @@
-"""Block sizes, warps and stages of each kernel, and which are picked for a call."""
+"""How each kernel is cut into blocks and compiled, and what is picked for a call.
 
-from dataclasses import dataclass, fields
+The picks keep every kernel within the shared memory of the smallest card of its compute capability,
+less a tenth for another compiler; a test compiles them and holds that. So far they rest on what the
+compiler says (shared memory, spills) and on first timings elsewhere, not on a sweep.
+"""
 
-# What a tensor core's product needs of each side of a tile.
+import enum
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from pallas_flash.spec import Dims, Precision
+
+# The least side of a tile that a tensor core's product takes.
 SMALLEST = 16
+
+# What a program may have of shared memory, in KiB, by compute capability (CUDA C++ Programming
+# Guide, "Technical Specifications per Compute Capability"). Cards not named here, and no card at
+# all, get what the smallest has.
+_SHARED_MEMORY = {"8.0": 163, "8.7": 163, "9.0": 227, "10.0": 227, "10.3": 227, "11.0": 227}
+_LEAST_SHARED_MEMORY = 99
 
 
 @dataclass(frozen=True)
@@ -13,7 +30,7 @@ class Config:
     Attributes:
       block_q: queries in a tile, a power of two >= 16.
       block_k: keys in a tile, a power of two >= 16.
-      num_warps: warps of 32 threads in a program.
+      num_warps: warps of 32 threads in a program, a power of two.
       num_stages: how many blocks of the inner loop's operands are in flight at a time.
     """
 
@@ -23,17 +40,27 @@ class Config:
     num_stages: int
 
     def __post_init__(self) -> None:
-        least = {"block_q": SMALLEST, "block_k": SMALLEST, "num_warps": 1, "num_stages": 1}
-        for field in fields(self):
-            size = getattr(self, field.name)
-            is_power_of_two = type(size) is int and size > 0 and size & (size - 1) == 0
-            if field.name == "num_stages":
-                if type(size) is not int or not 1 <= size <= 8:
-                    raise ValueError(f"num_stages: expected an int from 1 to 8, got {size!r}")
-            elif not is_power_of_two or size < least[field.name]:
+        for name, least, most in (
+            ("block_q", SMALLEST, 1024),
+            ("block_k", SMALLEST, 1024),
+            ("num_warps", 1, 32),
+        ):
+            size = getattr(self, name)
+            if type(size) is not int or not least <= size <= most or size & (size - 1):
                 raise ValueError(
-                    f"{field.name}: expected a power of two >= {least[field.name]}, got {size!r}"
+                    f"{name}: expected a power of two, {least} to {most}, got {size!r}"
                 )
+        if type(self.num_stages) is not int or not 1 <= self.num_stages <= 8:
+            raise ValueError(f"num_stages: expected an int, 1 to 8, got {self.num_stages!r}")
+
+    def fitted(self, query_length: int, key_length: int) -> "Config":
+        """With blocks no larger than short lengths need."""
+        return Config(
+            min(self.block_q, max(SMALLEST, _power_of_two(query_length))),
+            min(self.block_k, max(SMALLEST, _power_of_two(key_length))),
+            self.num_warps,
+            self.num_stages,
+        )
 
 
 @dataclass(frozen=True)
@@ -49,3 +76,147 @@ class Configs:
     forward: Config
     key_gradient: Config
     query_gradient: Config
+
+
+def largest_head_dim(dtype: jnp.dtype, compute_capability: str | None) -> int:
+    """Beyond, a tile of the least sides is too large for a program's shared memory."""
+    return 256 if dtype == jnp.float32 and _shared_memory(compute_capability) < 227 else 512
+
+
+def _shared_memory(compute_capability: str | None) -> int:
+    return _SHARED_MEMORY.get(str(compute_capability), _LEAST_SHARED_MEMORY)
+
+
+class Products(enum.Enum):
+    """What multiplies, on which registers and shared memory hang."""
+
+    HALF = "16-bit operands on tensor cores"
+    SINGLE = "float32 operands on tensor cores, rounded to TF32 or bfloat16"
+    EXACT = "float32 operands as float32, or as several rounded ones each"
+
+    @classmethod
+    def of(cls, dtype: jnp.dtype, precision: Precision) -> "Products":
+        if dtype != jnp.float32:
+            return cls.HALF
+        return cls.SINGLE if precision in _ROUNDED else cls.EXACT
+
+
+_ROUNDED = (
+    jax.lax.Precision.DEFAULT,
+    jax.lax.Precision.HIGH,
+    jax.lax.DotAlgorithmPreset.DEFAULT,
+    jax.lax.DotAlgorithmPreset.TF32_TF32_F32,
+    jax.lax.DotAlgorithmPreset.BF16_BF16_F32,
+)
+
+
+def pick(
+    dims: Dims, dtype: jnp.dtype, precision: Precision, compute_capability: str | None
+) -> Configs:
+    """The configs for a call.
+
+    Args:
+      dims: its sizes.
+      dtype: of query, key and value.
+      precision: of products of float32 operands.
+      compute_capability: of the device, such as "9.0"; None for no GPU.
+    """
+    width = max(sum(widths(dims.head_dim)), sum(widths(dims.value_head_dim)))
+    call = (width, Products.of(dtype, precision), _shared_memory(compute_capability))
+    lengths = (dims.query_length, dims.key_length)
+    return Configs(
+        forward(*call).fitted(*lengths),
+        key_gradient(*call).fitted(*lengths),
+        query_gradient(*call).fitted(*lengths),
+    )
+
+
+def forward(width: int, products: Products, shared_memory: int) -> Config:
+    """For rows of `width` entries and so many KiB of shared memory, as are the next two."""
+    if products is Products.EXACT:
+        return Config(32, 32, 8, 1) if width <= 256 else Config(16, 16, 8, 1)
+    if products is Products.SINGLE:
+        if width <= 128:
+            return Config(64, 32, 4, 2)
+        if width <= 256:
+            return Config(32, 32, 4, 2) if shared_memory > 99 else Config(32, 32, 8, 1)
+        return Config(16, 16, 8, 1)
+    if width <= 64:
+        return Config(128, 64, 8, 3)
+    if width <= 128:
+        return Config(128, 64, 4, 2)
+    if width <= 256:
+        return Config(128, 64, 8, 2) if shared_memory > 99 else Config(64, 32, 4, 2)
+    return Config(64, 32, 8, 1) if shared_memory > 163 else Config(16, 32, 8, 1)
+
+
+def key_gradient(width: int, products: Products, shared_memory: int) -> Config:
+    if products is Products.EXACT:
+        if width <= 128:
+            return Config(32, 32, 8, 1)
+        return Config(16, 16, 4, 1) if width <= 256 else Config(16, 16, 8, 1)
+    if products is Products.SINGLE:
+        if width <= 64:
+            return Config(64, 32, 4, 2)
+        if width <= 128:
+            return Config(32, 16, 4, 2)
+        if width <= 256:
+            return Config(32, 16, 4, 1) if shared_memory > 99 else Config(16, 16, 8, 1)
+        return Config(16, 16, 8, 1)
+    if width <= 128:
+        return Config(64, 64, 4, 2)
+    if width <= 256:
+        return Config(64, 32, 8, 2) if shared_memory > 99 else Config(32, 32, 4, 2)
+    return Config(16, 16, 4, 1)
+
+
+def query_gradient(width: int, products: Products, shared_memory: int) -> Config:
+    if products is Products.EXACT:
+        if width <= 128:
+            return Config(32, 32, 8, 1)
+        if width <= 256:
+            return Config(32, 32, 8, 1) if shared_memory > 99 else Config(16, 16, 4, 1)
+        return Config(16, 16, 8, 1)
+    if products is Products.SINGLE:
+        if width <= 64:
+            return Config(64, 32, 4, 2)
+        if width <= 128:
+            return Config(32, 32, 4, 2)
+        if width <= 256:
+            return Config(32, 16, 4, 1) if shared_memory > 99 else Config(16, 16, 4, 1)
+        return Config(16, 16, 8, 1)
+    if width <= 64:
+        return Config(128, 64, 8, 2)
+    if width <= 128:
+        if shared_memory > 163:
+            return Config(128, 64, 8, 3)
+        return Config(128, 64, 8, 2) if shared_memory > 99 else Config(64, 64, 4, 2)
+    if width <= 256:
+        return Config(64, 32, 8, 2) if shared_memory > 99 else Config(32, 32, 4, 2)
+    return Config(16, 16, 4, 1)
+
+
+def pieces(head_dim: int) -> tuple[tuple[int, int], ...]:
+    """(start, width) of the powers of two that cover a head dim; the last may reach beyond.
+
+    Arrays in a kernel have sides that are powers of two. Two of them hold 96 as 64 + 32 and do
+    three quarters of the work that 128 would.
+    """
+    whole = 1 << (head_dim.bit_length() - 1)
+    rest = head_dim - whole
+    if whole < SMALLEST:
+        return ((0, SMALLEST),)
+    if rest == 0:
+        return ((0, whole),)
+    width = max(SMALLEST, _power_of_two(rest))
+    return ((0, 2 * whole),) if width == whole else ((0, whole), (whole, width))
+
+
+def widths(head_dim: int) -> tuple[int, ...]:
+    """Of the `pieces`."""
+    return tuple(width for _, width in pieces(head_dim))
+
+
+def _power_of_two(length: int) -> int:
+    """The least that is not below."""
+    return 1 << max(0, length - 1).bit_length()

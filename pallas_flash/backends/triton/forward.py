@@ -9,7 +9,7 @@ from jax import lax
 
 from pallas_flash import sharding
 from pallas_flash.backends.triton import lowering, softmax, tile
-from pallas_flash.backends.triton.config import Config
+from pallas_flash.backends.triton.config import Config, widths
 from pallas_flash.spec import AttentionSpec, Dims, ForwardOutput, Operands
 
 
@@ -43,7 +43,7 @@ def _kernel(
 
         return softmax.update(state, logits.score, row.factor, weigh)
 
-    state = softmax.init(config.block_q, tile.widths(dims.value_head_dim))
+    state = softmax.init(config.block_q, widths(dims.value_head_dim))
     state = row.fold_keys(block, key_block, state)
     result = softmax.finish(state, row.factor, exists if row.has_query_lengths else None)
 

@@ -14,30 +14,9 @@ from jax import lax
 
 from pallas_flash import masks
 from pallas_flash.backends.triton import lowering
-from pallas_flash.backends.triton.config import SMALLEST, Config
+from pallas_flash.backends.triton.config import Config, pieces
 from pallas_flash.backends.triton.softmax import LOG2_E
 from pallas_flash.spec import AttentionSpec, Dims, Operands
-
-
-def pieces(head_dim: int) -> tuple[tuple[int, int], ...]:
-    """(start, width) of the powers of two that cover a head dim; the last may reach beyond.
-
-    Arrays in a kernel have sides that are powers of two. Two of them hold 96 as 64 + 32 and do two
-    thirds of the work that 128 would.
-    """
-    whole = 1 << (head_dim.bit_length() - 1)
-    rest = head_dim - whole
-    if whole < SMALLEST:
-        return ((0, SMALLEST),)
-    if rest == 0:
-        return ((0, whole),)
-    width = max(SMALLEST, 1 << (rest - 1).bit_length())
-    return ((0, 2 * whole),) if width == whole else ((0, whole), (whole, width))
-
-
-def widths(head_dim: int) -> tuple[int, ...]:
-    """Of the `pieces`."""
-    return tuple(width for _, width in pieces(head_dim))
 
 
 def read(
