@@ -117,6 +117,19 @@ def test_vmap_three_deep_lowers():
     assert programs == 3**3 * 2 * 4
 
 
+def test_inside_shard_map_it_lowers():
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    kinds = (jax.sharding.AxisType.Auto,)
+    mesh = jax.sharding.AbstractMesh((2,), ("data",), kinds, abstract_device=device)
+    batch = jax.sharding.PartitionSpec("data")
+    each = jax.shard_map(attention, mesh=mesh, in_specs=batch, out_specs=batch)
+    x = jax.ShapeDtypeStruct((4, 64, 4, 32), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(mesh):
+        lowered = jax.jit(each).trace(x, x, x).lower(lowering_platforms=("cuda",))
+    (kernel,) = kernels(lowered).values()
+    assert kernel.grid == (2 * 4, 1, 1)
+
+
 @pytest.mark.parametrize(("batch", "heads"), [(65536, 8), (1, 70000), (300, 300)])
 def test_many_rows_and_heads_go_along_the_long_axis_of_the_grid(batch, heads):
     operands = operands_of((batch, 20, heads, 16), "float16")

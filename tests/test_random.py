@@ -1,9 +1,11 @@
 """Any combination of all options, drawn by hypothesis, against the float64 reference."""
 
+import dataclasses
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from implementations import judge
+from implementations import INTERPRET, judge
 
 from pallas_flash.backends.xla import XlaBackend
 from pallas_flash.testing import Case, make_inputs
@@ -48,6 +50,18 @@ def cases(draw) -> Case:
         scale=draw(maybe(st.just("traced") | st.floats(-2.0, 2.0))),
         spread=draw(st.sampled_from([0.0, 1.0, 3.0])),
     )
+
+
+# What the kernels do not read.
+OUTSIDE_KERNELS = {"bias": None, "bias_dtype": None, "mask": None, "segments": 0, "sinks": False}
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases(), seed=st.integers(0, 2**32 - 1))
+def test_any_combination_in_the_kernels(case, seed):
+    case = dataclasses.replace(case, **OUTSIDE_KERNELS)
+    _, wrong = judge(INTERPRET, make_inputs, case, seed)
+    assert wrong == []
 
 
 @pytest.mark.parametrize(
