@@ -1,5 +1,7 @@
 """The public functions: what they promise and their defaults. Validate, choose a backend, call."""
 
+from typing import Any
+
 import jax
 from jax.typing import ArrayLike
 
@@ -80,7 +82,7 @@ def flash_attention(
       ValueError: an argument is malformed; the message says which, what was expected and what came.
       NotImplementedError: the implementation cannot run this call; the message has every reason.
     """
-    return flash_attention_with_lse(
+    out, _ = _attend(
         query,
         key,
         value,
@@ -98,7 +100,9 @@ def flash_attention(
         sinks=sinks,
         precision=precision,
         implementation=implementation,
-    ).out
+        with_lse=False,
+    )
+    return out
 
 
 def flash_attention_with_lse(
@@ -132,6 +136,51 @@ def flash_attention_with_lse(
         natural, after scale, bias and soft cap. -inf for a row that sees nothing and has no sink,
         and for rows past `query_seq_lengths`.
     """
+    out, lse = _attend(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        query_offset=query_offset,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        precision=precision,
+        implementation=implementation,
+        with_lse=True,
+    )
+    return AttentionOutput(out, lse)
+
+
+def _attend(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None,
+    mask: ArrayLike | None,
+    *,
+    scale: ArrayLike | None,
+    is_causal: bool,
+    query_seq_lengths: ArrayLike | None,
+    key_value_seq_lengths: ArrayLike | None,
+    local_window_size: int | tuple[int, int] | None,
+    query_offset: ArrayLike,
+    query_segment_ids: ArrayLike | None,
+    key_value_segment_ids: ArrayLike | None,
+    logits_soft_cap: float | None,
+    sinks: ArrayLike | None,
+    precision: str | Precision | None,
+    implementation: str | backends.Backend | None,
+    with_lse: bool,
+) -> tuple[jax.Array, Any]:
+    """out, and lse or None where it is not asked for: a kernel must not write what nobody reads."""
     query, key, value = validate.query_key_value(query, key, value)
     static_scale, traced_scale = validate.scale(scale, query.shape[-1])
     spec = AttentionSpec(
@@ -156,6 +205,6 @@ def flash_attention_with_lse(
         sinks=sinks,
     )
     backend = backends.select(implementation, spec, operands)
-    out, lse = autodiff.attention(backend, spec, sharding.vary_alike(operands))
+    out, lse = autodiff.attention(backend, spec, with_lse, sharding.vary_alike(operands))
     rows = query.shape[:-1]
-    return AttentionOutput(out.reshape(*rows, value.shape[-1]), lse.reshape(rows))
+    return out.reshape(*rows, value.shape[-1]), None if lse is None else lse.reshape(rows)

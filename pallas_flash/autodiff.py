@@ -25,7 +25,7 @@ The cotangent of lse costs nothing more than the one subtraction in delta.
 """
 
 import functools
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -33,7 +33,6 @@ from jax.ad_checkpoint import checkpoint_name
 from pallas_flash import sharding
 from pallas_flash.spec import (
     DIFFERENTIABLE,
-    AttentionOutput,
     AttentionSpec,
     ForwardOutput,
     Operands,
@@ -48,36 +47,47 @@ class Kernels(Protocol):
     """What the rule needs of a backend; `pallas_flash.backends.Backend` has it."""
 
     def forward(
-        self, spec: AttentionSpec, operands: Operands, *, with_statistics: bool
+        self, spec: AttentionSpec, operands: Operands, *, with_lse: bool, with_statistics: bool
     ) -> ForwardOutput: ...
 
     def backward(
-        self, spec: AttentionSpec, residuals: Residuals, dout: jax.Array, dlse: jax.Array
+        self, spec: AttentionSpec, residuals: Residuals, dout: jax.Array, dlse: jax.Array | None
     ) -> Operands: ...
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def attention(kernels: Kernels, spec: AttentionSpec, operands: Operands) -> AttentionOutput:
-    """Attention by `kernels`, differentiable once in reverse mode.
+class Output(NamedTuple):
+    """`AttentionOutput`, where lse may be None."""
+
+    out: jax.Array
+    lse: jax.Array | None
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def attention(kernels: Kernels, spec: AttentionSpec, with_lse: bool, operands: Operands) -> Output:
+    """Attention by `kernels`, differentiable once in reverse mode; lse is None unless asked for.
 
     In a differentiated call out carries the checkpoint name `OUT_NAME`, and `LSE_NAME` stands on
     lse and on its two parts, of which the backward makes use.
     """
-    result = _forward(kernels, spec, False, operands)
-    return AttentionOutput(result.out, result.lse)
+    result = _forward(kernels, spec, with_lse, False, operands)
+    return Output(result.out, result.lse)
 
 
 def _attention_fwd(
-    kernels: Kernels, spec: AttentionSpec, operands: Operands
-) -> tuple[AttentionOutput, Residuals]:
-    result = _forward(kernels, spec, True, operands)
+    kernels: Kernels, spec: AttentionSpec, with_lse: bool, operands: Operands
+) -> tuple[Output, Residuals]:
+    result = _forward(kernels, spec, with_lse, True, operands)
     out = checkpoint_name(result.out, OUT_NAME)
     lse, m, log_l = (checkpoint_name(x, LSE_NAME) for x in result[1:])
-    return AttentionOutput(out, lse), Residuals(operands, out, m, log_l)
+    return Output(out, lse), Residuals(operands, out, m, log_l)
 
 
 def _attention_bwd(
-    kernels: Kernels, spec: AttentionSpec, residuals: Residuals, cotangents: AttentionOutput
+    kernels: Kernels,
+    spec: AttentionSpec,
+    with_lse: bool,
+    residuals: Residuals,
+    cotangents: Output,
 ) -> tuple[Operands]:
     return (_backward(kernels, spec, residuals, cotangents),)
 
@@ -87,18 +97,24 @@ attention.defvjp(_attention_fwd, _attention_bwd)
 
 # Were the two passes plain calls, a second differentiation would go into a backend's own loops, and
 # give an error about them, or through a kernel, and give who knows what.
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2, 3))
 def _forward(
-    kernels: Kernels, spec: AttentionSpec, with_statistics: bool, operands: Operands
+    kernels: Kernels,
+    spec: AttentionSpec,
+    with_lse: bool,
+    with_statistics: bool,
+    operands: Operands,
 ) -> ForwardOutput:
-    forward = functools.partial(kernels.forward, spec, with_statistics=with_statistics)
-    out_like = sharding.forward_like(operands, with_statistics)
+    forward = functools.partial(
+        kernels.forward, spec, with_lse=with_lse, with_statistics=with_statistics
+    )
+    out_like = sharding.forward_like(operands, with_lse, with_statistics)
     return sharding.automatic(forward, out_like)(operands)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 def _backward(
-    kernels: Kernels, spec: AttentionSpec, residuals: Residuals, cotangents: AttentionOutput
+    kernels: Kernels, spec: AttentionSpec, residuals: Residuals, cotangents: Output
 ) -> Operands:
     operands = residuals.operands
     backward = functools.partial(kernels.backward, spec)

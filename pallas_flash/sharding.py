@@ -60,10 +60,11 @@ def automatic(function: Callable, out_like: Any) -> Callable:
     return jax.sharding.auto_axes(function, out_sharding=specs)
 
 
-def forward_like(operands: Operands, with_statistics: bool) -> ForwardOutput:
+def forward_like(operands: Operands, with_lse: bool, with_statistics: bool) -> ForwardOutput:
     """How the results of a forward are sharded: rows as the query's, features whole."""
     batch, length, heads = jax.typeof(operands.query).sharding.spec[:3]
     rows = (batch, length, heads)
     statistics = PartitionSpec(batch, heads, length) if with_statistics else None
-    specs: Any = (PartitionSpec(*rows, None), PartitionSpec(*rows), statistics, statistics)
+    lse = PartitionSpec(*rows) if with_lse else None
+    specs: Any = (PartitionSpec(*rows, None), lse, statistics, statistics)
     return ForwardOutput(*specs)

@@ -54,7 +54,7 @@ class ForwardOutput(NamedTuple):
     """
 
     out: jax.Array  # [B, T, N, Hv]
-    lse: jax.Array  # float32 [B, T, N]
+    lse: jax.Array | None = None  # float32 [B, T, N]; None where nobody asked for it
     # Both float32 [B, N, T], or None where no backward will follow.
     m: jax.Array | None = None
     log_l: jax.Array | None = None

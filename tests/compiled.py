@@ -65,7 +65,8 @@ def gradient(
     floats = {name: x for name, x in operands._asdict().items() if is_float(x)}
 
     def attention(floats: dict[str, jax.Array]) -> AttentionOutput:
-        return autodiff.attention(TritonBackend(), spec, operands._replace(**floats))
+        operands_now = operands._replace(**floats)
+        return AttentionOutput(*autodiff.attention(TritonBackend(), spec, True, operands_now))
 
     result, vjp = jax.vjp(attention, floats)
     return result, vjp(AttentionOutput(dout, dlse))

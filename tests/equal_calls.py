@@ -62,7 +62,7 @@ class Recorder:
     def unsupported_reasons(self, spec, operands, device):
         return ()
 
-    def forward(self, spec, operands, *, with_statistics):
+    def forward(self, spec, operands, *, with_lse, with_statistics):
         self.spec, self.operands = spec, operands
         rows = jnp.zeros(operands.query.shape[:-1])
         out = jnp.zeros((*rows.shape, operands.value.shape[-1]), operands.query.dtype)

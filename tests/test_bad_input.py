@@ -118,7 +118,7 @@ class Refusing:
     def unsupported_reasons(self, spec, operands, device):
         return ("it rains", f"S = {operands.key.shape[1]} is odd")
 
-    def forward(self, spec, operands, *, with_statistics):
+    def forward(self, spec, operands, *, with_lse, with_statistics):
         raise AssertionError
 
     def backward(self, spec, residuals, dout, dlse):

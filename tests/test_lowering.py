@@ -104,7 +104,7 @@ def test_head_dims_up_to_512_fit(dtype, capability):
 
 def attention(query, key, value):
     operands = Operands(query, key, value)
-    return autodiff.attention(TritonBackend(), AttentionSpec(is_causal=True), operands).out
+    return autodiff.attention(TritonBackend(), AttentionSpec(is_causal=True), False, operands).out
 
 
 def test_vmap_three_deep_lowers():

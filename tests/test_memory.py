@@ -1,14 +1,17 @@
 """Memory is linear in the lengths, forward and backward, and emptied blocks take no time."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
+from implementations import draw, runnable
 
-from pallas_flash import flash_attention
+from pallas_flash import backends, flash_attention
 from pallas_flash.backends.xla import XlaBackend
 from pallas_flash.backends.xla.tile import Call
 from pallas_flash.reference import reference_attention
-from pallas_flash.spec import AttentionSpec, Operands
+from pallas_flash.spec import AttentionSpec, Operands, Residuals
 
 
 def dense(query, key, value, is_causal):
@@ -52,6 +55,33 @@ def test_temporaries_are_linear_in_the_length(is_causal, is_differentiated):
 def test_dense_attention_is_not():
     short, long = (temporary_bytes(dense, length, True, False) for length in (2048, 8192))
     assert long > 15 * short
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+def test_kernels_allocate_nothing_but_results(is_causal):
+    inputs = draw(0, "bfloat16", B=2, T=1000, N=8, K=2, H=96, is_causal=is_causal)
+    runnable("triton", inputs)
+    spec, operands = inputs.spec_and_operands()
+    backend = backends.load("triton")
+
+    def forward(operands, *, with_statistics):
+        return backend.forward(spec, operands, with_lse=False, with_statistics=with_statistics)
+
+    def backward(residuals, dout):
+        return backend.backward(spec, residuals, dout, None)
+
+    def temporaries(function, *args):
+        compiled = jax.jit(function).lower(*args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    for with_statistics in (False, True):
+        assert (
+            temporaries(functools.partial(forward, with_statistics=with_statistics), operands) == 0
+        )
+    result = forward(operands, with_statistics=True)
+    residuals = Residuals(operands, result.out, result.m, result.log_l)
+    delta = result.m.nbytes
+    assert temporaries(backward, residuals, jnp.asarray(inputs.dout)) <= delta + 1024
 
 
 @pytest.mark.parametrize(

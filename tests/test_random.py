@@ -56,7 +56,7 @@ def cases(draw) -> Case:
 OUTSIDE_KERNELS = {"bias": None, "bias_dtype": None, "mask": None, "segments": 0, "sinks": False}
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases(), seed=st.integers(0, 2**32 - 1))
 def test_any_combination_in_the_kernels(case, seed):
     case = dataclasses.replace(case, **OUTSIDE_KERNELS)

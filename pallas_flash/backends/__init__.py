@@ -71,13 +71,13 @@ class Backend(Protocol):
         ...
 
     def forward(
-        self, spec: AttentionSpec, operands: Operands, *, with_statistics: bool
+        self, spec: AttentionSpec, operands: Operands, *, with_lse: bool, with_statistics: bool
     ) -> ForwardOutput:
-        """Attention and its lse, and where asked for the statistics that the backward needs."""
+        """Attention, and where asked for its lse and the statistics that the backward needs."""
         ...
 
     def backward(
-        self, spec: AttentionSpec, residuals: Residuals, dout: jax.Array, dlse: jax.Array
+        self, spec: AttentionSpec, residuals: Residuals, dout: jax.Array, dlse: jax.Array | None
     ) -> Operands:
         """The gradient of every float operand that is not None, in its dtype; None for the rest."""
         ...

@@ -67,15 +67,17 @@ class TritonBackend:
         return tuple(reasons)
 
     def forward(
-        self, spec: AttentionSpec, operands: Operands, *, with_statistics: bool
+        self, spec: AttentionSpec, operands: Operands, *, with_lse: bool, with_statistics: bool
     ) -> ForwardOutput:
-        """Attention and its lse, and where asked for the statistics that the backward needs."""
+        """Attention, and where asked for its lse and the statistics that the backward needs."""
         kernels = importlib.import_module("pallas_flash.backends.triton.forward")
         configs = self._configs(spec, operands)
-        return kernels.forward(spec, configs.forward, self.interpret, with_statistics, operands)
+        return kernels.forward(
+            spec, configs.forward, self.interpret, with_lse, with_statistics, operands
+        )
 
     def backward(
-        self, spec: AttentionSpec, residuals: Residuals, dout: jax.Array, dlse: jax.Array
+        self, spec: AttentionSpec, residuals: Residuals, dout: jax.Array, dlse: jax.Array | None
     ) -> Operands:
         """The gradient of each float operand; None for the others."""
         kernels = importlib.import_module("pallas_flash.backends.triton.backward")

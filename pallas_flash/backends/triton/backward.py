@@ -39,22 +39,21 @@ def _read_rows(
 ) -> _Rows:
     """Of a block's rows; in a full tile each of them sees something."""
 
-    def statistic(ref: Any, other: float) -> jax.Array:
+    def statistic(ref: Any, where: jax.Array | None, other: float) -> jax.Array:
         index = (row.batch, head, rows)
-        if exists is None:
+        if where is None:
             return lowering.load(ref.at[index])
-        return lowering.load(ref.at[index], mask=exists, other=other)
+        return lowering.load(ref.at[index], mask=where, other=other)
 
-    log_l = statistic(refs.log_l, jnp.inf)
-    if not is_full:
-        # A row that sees nothing has no gradient to give, whatever its cotangents hold. Where it
-        # does not exist, log_l was read as inf.
-        exists = log_l < jnp.inf
+    log_l = statistic(refs.log_l, exists, jnp.inf)
+    # A row that sees nothing has no gradient to give, whatever its cotangents hold. Where it does
+    # not exist, log_l was read as inf.
+    sees = None if is_full else log_l < jnp.inf
     return _Rows(
-        do=tile.read(refs.do, row.batch, rows, head, exists),
-        m=statistic(refs.m, 0.0),
+        do=tile.read(refs.do, row.batch, rows, head, sees),
+        m=statistic(refs.m, exists, 0.0),
         log_l=log_l,
-        delta=statistic(refs.delta, 0.0),
+        delta=statistic(refs.delta, sees, 0.0),
     )
 
 
@@ -177,7 +176,7 @@ def backward(
     interpret: bool,
     residuals: Residuals,
     dout: jax.Array,
-    dlse: jax.Array,
+    dlse: jax.Array | None,
 ) -> Operands:
     """The gradient of each float operand."""
     operands = residuals.operands
@@ -186,9 +185,8 @@ def backward(
         zeros = {name: getattr(operands, name) for name in DIFFERENTIABLE}
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
         return sharding.vary_like(Operands(**zeros), operands.query)
-    delta = jnp.sum(dout.astype(jnp.float32) * residuals.out.astype(jnp.float32), axis=-1) - dlse
-    # A row that sees nothing has no gradient to give, whatever its cotangents hold.
-    delta = jnp.where(jnp.isposinf(residuals.log_l), 0, delta.swapaxes(1, 2))
+    delta = jnp.sum(dout.astype(jnp.float32) * residuals.out.astype(jnp.float32), axis=-1)
+    delta = (delta if dlse is None else delta - dlse).swapaxes(1, 2)
     rows = _Rows(dout, residuals.m, residuals.log_l, delta)
 
     def like(x: jax.Array) -> jax.ShapeDtypeStruct:

@@ -17,11 +17,10 @@ def _kernel(
     spec: AttentionSpec,
     dims: Dims,
     config: Config,
+    with_lse: bool,
+    with_statistics: bool,
     refs: Operands,
-    out_ref: Any,
-    lse_ref: Any,
-    m_ref: Any = None,
-    log_l_ref: Any = None,
+    *output_refs: Any,
 ) -> None:
     blocks = -(-dims.query_length // config.block_q)
     place, head, batch = lowering.program(blocks, dims.query_heads)
@@ -47,45 +46,48 @@ def _kernel(
     state = row.fold_keys(block, key_block, state)
     result = softmax.finish(state, row.factor, exists if row.has_query_lengths else None)
 
+    out_ref, *row_refs = output_refs
     is_stored = rows < dims.query_length
     tile.write(out_ref, row.batch, rows, head, is_stored, result.out)
-    lowering.store(lse_ref.at[row.batch, rows, head], result.lse, mask=is_stored)
-    for ref, x in ((m_ref, result.m), (log_l_ref, result.log_l)):
-        if ref is not None:
+    if with_lse:
+        lse_ref, *row_refs = row_refs
+        lowering.store(lse_ref.at[row.batch, rows, head], result.lse, mask=is_stored)
+    if with_statistics:
+        for ref, x in zip(row_refs, (result.m, result.log_l), strict=True):
             lowering.store(ref.at[row.batch, head, rows], x, mask=is_stored)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
 def forward(
     spec: AttentionSpec,
     config: Config,
     interpret: bool,
+    with_lse: bool,
     with_statistics: bool,
     operands: Operands,
 ) -> ForwardOutput:
-    """Attention, its lse, and where asked for the statistics that the backward needs."""
+    """Attention, and where asked for its lse and the statistics that the backward needs."""
     dims = Dims.of(operands)
     rows = (dims.batch, dims.query_length, dims.query_heads)
-    statistics = (dims.batch, dims.query_heads, dims.query_length)
-    outputs = [
-        jax.ShapeDtypeStruct((*rows, dims.value_head_dim), operands.query.dtype),
-        jax.ShapeDtypeStruct(rows, jnp.float32),
-    ]
+    row = jax.ShapeDtypeStruct(rows, jnp.float32)
+    statistic = jax.ShapeDtypeStruct((rows[0], rows[2], rows[1]), jnp.float32)
+    out = jax.ShapeDtypeStruct((*rows, dims.value_head_dim), operands.query.dtype)
+    # What each holds where no row sees anything.
+    outputs = {"out": (out, 0.0)}
+    if with_lse:
+        outputs["lse"] = (row, -jnp.inf)
     if with_statistics:
-        outputs += [jax.ShapeDtypeStruct(statistics, jnp.float32)] * 2
+        outputs |= {"m": (statistic, 0.0), "log_l": (statistic, jnp.inf)}
     if 0 in (dims.batch, dims.query_length, dims.key_length):
-        values = (0.0, -jnp.inf, 0.0, jnp.inf)
-        empty = [
-            jnp.full(x.shape, value, x.dtype) for x, value in zip(outputs, values, strict=False)
-        ]
-        return sharding.vary_like(ForwardOutput(*empty), operands.query)
+        empty = {name: jnp.full(x.shape, value, x.dtype) for name, (x, value) in outputs.items()}
+        return sharding.vary_like(ForwardOutput(**empty), operands.query)
     results = lowering.launch(
-        functools.partial(_kernel, spec, dims, config),
+        functools.partial(_kernel, spec, dims, config, with_lse, with_statistics),
         name="flash_attention_forward",
         programs=dims.batch * dims.query_heads * -(-dims.query_length // config.block_q),
-        outputs=outputs,
+        outputs=[x for x, _ in outputs.values()],
         config=config,
         interpret=interpret,
         like=operands.query,
     )(operands)
-    return ForwardOutput(*results)
+    return ForwardOutput(**dict(zip(outputs, results, strict=True)))

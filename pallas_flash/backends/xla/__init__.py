@@ -39,14 +39,17 @@ class XlaBackend:
         return missing_product(spec, operands, device)
 
     def forward(
-        self, spec: AttentionSpec, operands: Operands, *, with_statistics: bool
+        self, spec: AttentionSpec, operands: Operands, *, with_lse: bool, with_statistics: bool
     ) -> ForwardOutput:
-        """Attention and its lse, and where asked for the statistics that the backward needs."""
+        """Attention, and where asked for its lse and the statistics that the backward needs."""
         result = forward(spec, (self.block_q, self.block_k), operands)
-        return result if with_statistics else result._replace(m=None, log_l=None)
+        # XLA computes none of what is not used.
+        unused = [] if with_lse else ["lse"]
+        unused += [] if with_statistics else ["m", "log_l"]
+        return result._replace(**dict.fromkeys(unused))
 
     def backward(
-        self, spec: AttentionSpec, residuals: Residuals, dout: jax.Array, dlse: jax.Array
+        self, spec: AttentionSpec, residuals: Residuals, dout: jax.Array, dlse: jax.Array | None
     ) -> Operands:
         """The gradient of each float operand; None for the others."""
         return backward(spec, (self.block_q, self.block_k), residuals, dout, dlse)

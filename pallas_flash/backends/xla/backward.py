@@ -71,7 +71,7 @@ class _Rows(NamedTuple):
 
 
 def _rows(
-    call: Call, residuals: Residuals, dout: jax.Array, dlse: jax.Array, i: jax.Array
+    call: Call, residuals: Residuals, dout: jax.Array, dlse: jax.Array | None, i: jax.Array
 ) -> _Rows:
     m, log_l = (call.query_tile(x.swapaxes(1, 2), i) for x in (residuals.m, residuals.log_l))
     # A row that sees nothing, or that an earlier block has done, has no gradient to give, whatever
@@ -81,12 +81,14 @@ def _rows(
     if is_new is not None:
         is_idle |= ~is_new[None, None, None]
     do = jnp.where(is_idle[..., None], 0, call.query_tile(dout, i))
-    dl = jnp.where(is_idle, 0, call.query_tile(dlse, i))
     out = call.query_tile(residuals.out, i)
+    delta = jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1)
+    if dlse is not None:
+        delta -= jnp.where(is_idle, 0, call.query_tile(dlse, i))
     return _Rows(
         q=call.query(i),
         do=do,
-        delta=jnp.sum(do.astype(jnp.float32) * out.astype(jnp.float32), axis=-1) - dl,
+        delta=delta,
         m=m,
         log_l=jnp.where(is_idle, jnp.inf, log_l),
     )
@@ -128,7 +130,7 @@ def backward(
     blocks: tuple[int, int],
     residuals: Residuals,
     dout: jax.Array,
-    dlse: jax.Array,
+    dlse: jax.Array | None,
 ) -> Operands:
     """The gradient of each float operand, with blocks of (block_q, block_k)."""
     operands = residuals.operands
