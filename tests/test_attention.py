@@ -42,6 +42,10 @@ CASES = [
     Case(**GROUPED, mask="BS"),
     Case(**GROUPED, mask="NT"),
     Case(**GROUPED, logits_soft_cap=5.0, spread=3.0),
+    # Where tanh is nearly the identity, and its argument small.
+    Case(**GROUPED, logits_soft_cap=3e4, spread=3.0),
+    Case(**GROUPED, logits_soft_cap=3e4, spread=3.0, dtype="bfloat16"),
+    Case(**GROUPED, logits_soft_cap=900.0, spread=3.0, dtype="float16"),
     Case(**GROUPED, logits_soft_cap=5.0, is_causal=True, bias="NTS", spread=3.0),
     Case(**GROUPED, sinks=True),
     Case(**GROUPED, sinks=True, query_seq_lengths=(113, 50), key_value_seq_lengths=(0, 203)),

@@ -183,23 +183,28 @@ def test_soft_cap_of_zero_or_less_is_a_value_error(cap):
         flash_attention(x, x, x, logits_soft_cap=cap)
 
 
-def scaled(scale: float, has_mask: bool) -> Inputs:
+def scaled(scale: float, has_mask: bool, is_traced: bool) -> Inputs:
     rng = np.random.default_rng(1461)
-    inputs = draw(rng, "float32", T=80, N=2, K=1, H=32, is_causal=True, scale=scale)
+    static = {} if is_traced else {"scale": scale}
+    inputs = draw(rng, "float32", T=80, N=2, K=1, H=32, is_causal=True, **static)
+    if is_traced:
+        inputs = extend(inputs, scale=np.float32(scale))
     return extend(inputs, mask=rng.random((1, 1, 80, 80)) < 0.7) if has_mask else inputs
 
 
 # 0 * -inf where the mask comes before the scale; a maximum taken before a negative scale.
 @each_implementation(SMALL_BLOCKS)
 @pytest.mark.parametrize("has_mask", [False, True], ids=["causal", "mask"])
-@pytest.mark.parametrize("scale", [0.0, -0.25, -8.0, 1.0, 8.0])
-def test_scale_of_any_sign(implementation, scale, has_mask):
-    got, wrong = judge(implementation, scaled, scale, has_mask)
+# And what float32 holds as 0, or a GPU takes for it.
+@pytest.mark.parametrize("is_traced", [False, True], ids=["static", "traced"])
+@pytest.mark.parametrize("scale", [0.0, -0.25, -8.0, 1.0, 8.0, 5.5e-272, -1e-40])
+def test_scale_of_any_sign(implementation, scale, has_mask, is_traced):
+    got, wrong = judge(implementation, scaled, scale, has_mask, is_traced)
     assert not wrong
     if scale == 0:
         assert not got["dquery"].any()
         assert not got["dkey"].any()
-    if scale == 0 and not has_mask:
-        value = scaled(scale, has_mask).arrays["value"][0].astype(np.float64)
+    if abs(scale) < 1e-37 and not has_mask:
+        value = scaled(scale, has_mask, is_traced).arrays["value"][0].astype(np.float64)
         means = np.cumsum(value, axis=0) / np.arange(1, 81)[:, None, None]
         assert error(got["out"][0], means.repeat(2, axis=1)) < 1e-6

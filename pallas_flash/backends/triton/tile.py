@@ -4,6 +4,7 @@ A tile is a block of queries against a block of keys, or, where a kernel would r
 transpose: positions come as a column and a row, and everything here broadcasts.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
@@ -17,6 +18,11 @@ from pallas_flash.backends.triton import lowering
 from pallas_flash.backends.triton.config import Config, pieces
 from pallas_flash.backends.triton.softmax import LOG2_E
 from pallas_flash.spec import AttentionSpec, Dims, Operands
+
+_LEAST_NORMAL = float(jnp.finfo(jnp.float32).tiny)
+
+# A float32 step of 1 times this is 6e-5 in a logit, a quarter of what rounding p to float16 costs.
+_LARGEST_ROUGH_CAP = 1000.0
 
 
 def read(
@@ -97,6 +103,7 @@ class BatchRow:
     spec: AttentionSpec
     dims: Dims
     config: Config
+    has_16_bits: bool
     has_query_lengths: bool
     has_key_lengths: bool
     batch: jax.Array
@@ -116,6 +123,7 @@ class BatchRow:
             spec=spec,
             dims=dims,
             config=config,
+            has_16_bits=refs.query.dtype != jnp.float32,
             has_query_lengths=refs.query_seq_lengths is not None,
             has_key_lengths=refs.key_value_seq_lengths is not None,
             batch=batch,
@@ -142,8 +150,8 @@ class BatchRow:
         if cap is not None:
             return cap * LOG2_E
         if isinstance(self.scale, float):
-            return abs(self.scale) * LOG2_E if self.scale else LOG2_E
-        return jnp.where(self.scale == 0.0, 1.0, jnp.abs(self.scale)) * LOG2_E
+            return LOG2_E if _is_zero(self.scale) else abs(self.scale) * LOG2_E
+        return jnp.where(_is_zero(self.scale), 1.0, jnp.abs(self.scale)) * LOG2_E
 
     def signed(self, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Query or key, whichever is read once, times the sign of the scale, which is exact.
@@ -151,9 +159,10 @@ class BatchRow:
         A score is then taken to its logit by a factor > 0, and the largest score is the largest
         logit. With a scale of 0 it becomes 0 here, and the factor is not.
         """
-        if isinstance(self.scale, float) and self.scale > 0:
-            return x
-        sign = jnp.sign(jnp.float32(self.scale))
+        if isinstance(self.scale, float):
+            sign = 0.0 if _is_zero(self.scale) else math.copysign(1.0, self.scale)
+            return x if sign == 1.0 else tuple(sign * piece for piece in x)
+        sign = jnp.where(_is_zero(self.scale), 0.0, jnp.sign(self.scale))
         return tuple(piece * sign.astype(piece.dtype) for piece in x)
 
     def rows(self, block: jax.Array, *, is_full: bool) -> tuple[jax.Array, jax.Array | None]:
@@ -250,7 +259,9 @@ class BatchRow:
         score, slope = product, None
         cap = self.spec.logits_soft_cap
         if cap is not None:
-            score = _tanh(product * (jnp.abs(self.scale) / cap))
+            is_rough = self.has_16_bits and cap <= _LARGEST_ROUGH_CAP
+            tanh = _rough_tanh if is_rough else jnp.tanh
+            score = tanh(product * (jnp.abs(self.scale) / cap))
             slope = 1.0 - score * score
         if not is_full:
             visible = masks.visible(
@@ -264,8 +275,13 @@ class BatchRow:
         return Tile(score, slope)
 
 
-def _tanh(x: jax.Array) -> jax.Array:
-    """By the exponential that the chip has; absolutely, and not relatively, accurate near 0."""
+def _is_zero(scale: jax.Array | float) -> jax.Array | bool:
+    """Below its normal numbers a GPU takes float32 for 0, and -inf * 0 is NaN."""
+    return abs(scale) < _LEAST_NORMAL
+
+
+def _rough_tanh(x: jax.Array) -> jax.Array:
+    """By the exponential that the chip has. Near 0 its error is a float32 step of 1, not of x."""
     return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2_E)))
 
 
