@@ -20,3 +20,10 @@ def seed() -> int:
     """Another one each run: a result must not hang on lucky numbers. Shown where a test fails."""
     print(f"seed {SEED}")
     return SEED
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _forget_compiled_code():
+    """Compiled code keeps memory maps; a process that needs more than 65530 of them crashes."""
+    yield
+    jax.clear_caches()

@@ -163,8 +163,11 @@ def key_gradient(width: int, products: Products, shared_memory: int) -> Config:
         if width <= 256:
             return Config(32, 16, 4, 1) if shared_memory > 99 else Config(16, 16, 8, 1)
         return Config(16, 16, 8, 1)
-    if width <= 128:
+    if width <= 64:
         return Config(64, 64, 4, 2)
+    if width <= 128:
+        # With wgmma 4 warps spill.
+        return Config(64, 64, 8, 2) if shared_memory > 163 else Config(64, 64, 4, 2)
     if width <= 256:
         return Config(64, 32, 8, 2) if shared_memory > 99 else Config(32, 32, 4, 2)
     return Config(16, 16, 4, 1)
