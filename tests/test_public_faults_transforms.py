@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from implementations import SMALL_BLOCKS, draw, each_implementation, extend, judge, runnable
 
-from pallas_flash import flash_attention
+from pallas_flash import DISABLED_EXPORT_CHECKS, flash_attention
 from pallas_flash.reference import reference_attention
 from pallas_flash.testing import Inputs, error
 
@@ -166,16 +166,22 @@ def value_and_gradients(
 
 def wrong(loss: Callable, got: list[np.ndarray], log_tau: np.ndarray, is_mapped=False) -> list[str]:
     """What is further from float64's than twice plain attention's, and the sums' roundings."""
+    # One number may be right by chance: what counts is plain attention's worst at eight
+    # temperatures close by.
+    here = log_tau if is_mapped else np.asarray(log_tau)[None]
+    near = np.concatenate([here + np.float32(1e-3 * i) for i in range(8)])
     with jax.enable_x64(True):
-        expected = value_and_gradients(loss, reference_attention, log_tau, FLOAT64, is_mapped)
-    plain = value_and_gradients(loss, reference_attention, log_tau, is_mapped=is_mapped)
+        exact = value_and_gradients(loss, reference_attention, near, FLOAT64, is_mapped=True)
+    plain = value_and_gradients(loss, reference_attention, near, is_mapped=True)
+    budget = [2 * error(x, y) for x, y in zip(plain, exact, strict=True)]
+    expected = [x[: len(here)] if is_mapped else x[0] for x in exact]
     # Sums of 64 features and of up to 64 rows or keys.
     step = np.sqrt(128) * np.finfo(np.float32).eps
     names = ("loss", "dlog_tau", "dquery", "dkey", "dvalue")
     return [
-        f"{name}: error {error(x, e):.3g}, plain attention's {error(p, e):.3g}"
-        for name, x, p, e in zip(names, got, plain, expected, strict=True)
-        if error(x, e) > 2 * error(p, e) + step
+        f"{name}: error {error(x, y):.3g}, budget {most + step:.3g}"
+        for name, x, y, most in zip(names, got, expected, budget, strict=True)
+        if error(x, y) > most + step
     ]
 
 
@@ -213,7 +219,8 @@ def test_export_gives_the_same_bits(implementation):
     attention = runnable(implementation, inputs)
     arrays = [jnp.asarray(x) for x in inputs.arrays.values()]
     direct = jax.jit(lambda *x: attention(*x, is_causal=True).out)
-    exported = jax.export.export(direct)(*arrays).serialize(vjp_order=1)
+    export = jax.export.export(direct, disabled_checks=DISABLED_EXPORT_CHECKS)
+    exported = export(*arrays).serialize(vjp_order=1)
     called = jax.export.deserialize(exported).call
 
     # As one program each: where forward and backward are two, `out` is rounded between them.

@@ -45,11 +45,9 @@ class TritonBackend:
             reasons.append(f"JAX {jax.__version__} has no Triton lowering of Pallas")
         if self.interpret:
             reasons.extend(missing_product(spec, operands, device))
-        else:
-            reasons.append("the kernels have not been run on a GPU yet")
-            if capability is None or float(capability) < 8.0:
-                needed = "an NVIDIA GPU of compute capability 8.0 or later"
-                reasons.append(f"the kernels need {needed}, not {device}")
+        elif capability is None or float(capability) < 8.0:
+            needed = "an NVIDIA GPU of compute capability 8.0 or later"
+            reasons.append(f"the kernels need {needed}, not {device}")
         reasons.extend(
             f"the kernels do not read {what} yet"
             for name, what in _UNREAD.items()
@@ -82,15 +80,7 @@ class TritonBackend:
         """The gradient of each float operand; None for the others."""
         kernels = importlib.import_module("pallas_flash.backends.triton.backward")
         configs = self._configs(spec, residuals.operands)
-        return kernels.backward(
-            spec,
-            configs.key_gradient,
-            configs.query_gradient,
-            self.interpret,
-            residuals,
-            dout,
-            dlse,
-        )
+        return kernels.backward(spec, configs, self.interpret, residuals, dout, dlse)
 
     def _configs(self, spec: AttentionSpec, operands: Operands) -> config.Configs:
         if self.configs is not None:

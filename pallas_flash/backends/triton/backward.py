@@ -7,6 +7,7 @@ scores and in base 2.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jax import lax
 
 from pallas_flash import sharding
 from pallas_flash.backends.triton import lowering, tile
-from pallas_flash.backends.triton.config import Config, widths
+from pallas_flash.backends.triton.config import Config, Configs, widths
 from pallas_flash.spec import DIFFERENTIABLE, AttentionSpec, Dims, Operands, Residuals
 
 
@@ -57,29 +58,38 @@ def _read_rows(
     )
 
 
-def _gradient_tile(
-    row: tile.BatchRow, logits: tile.Tile, dp: jax.Array, m, log_l, delta
-) -> tuple[jax.Array, jax.Array]:
-    """p and dx of a tile; the last three broadcast to it."""
+def _weights(row: tile.BatchRow, logits: tile.Tile, m: jax.Array, log_l: jax.Array) -> jax.Array:
+    """p of a tile, to which the last two broadcast."""
     # At most 1 in exact arithmetic; where logits are so large that a float32 step is many units,
     # the two passes' roundings may differ, and the exponential must not overflow.
-    p = jnp.exp2(jnp.minimum((logits.score - m) * row.factor - log_l, 0.0))
+    return jnp.exp2(jnp.minimum((logits.score - m) * row.factor - log_l, 0.0))
+
+
+def _logit_gradient(logits: tile.Tile, p: jax.Array, dp: jax.Array, delta: jax.Array) -> jax.Array:
+    """dx of a tile, to which delta broadcasts."""
     dx = p * (dp - delta)
-    return p, dx if logits.slope is None else dx * logits.slope
+    return dx if logits.slope is None else dx * logits.slope
+
+
+class _KeySums(NamedTuple):
+    """What a key block sums over its queries, in pieces; None for what another kernel sums."""
+
+    dk: tuple[jax.Array, ...] | None
+    dv: tuple[jax.Array, ...] | None
 
 
 def _key_gradient_kernel(
+    with_dk: bool,
+    with_dv: bool,
     spec: AttentionSpec,
     dims: Dims,
     config: Config,
     refs: Operands,
     row_refs: _Rows,
-    dk_ref: Any,
-    dv_ref: Any,
+    *sum_refs: Any,
 ) -> None:
-    blocks = -(-dims.key_length // config.block_k)
     # From the first block on: with causality it has the most to do, and should not come last.
-    block, key_head, batch = lowering.program(blocks, dims.key_heads)
+    block, key_head, batch = lowering.program(config.key_blocks(dims), dims.key_heads)
     row = tile.BatchRow.read(spec, dims, config, refs, batch)
 
     columns, exists = row.columns(block, is_full=False)
@@ -87,37 +97,40 @@ def _key_gradient_kernel(
     v = tile.read(refs.value, row.batch, columns, key_head, exists)
     signed_k = row.signed(k)
 
-    def query_head(head: jax.Array, sums):
-        def query_block(i: jax.Array, sums, is_full: bool):
-            dk, dv = sums
+    def query_head(head: jax.Array, sums: _KeySums) -> _KeySums:
+        def query_block(i: jax.Array, sums: _KeySums, is_full: bool) -> _KeySums:
             rows, exists = row.rows(i, is_full=is_full)
             q = tile.read(refs.query, row.batch, rows, head, exists)
             do, m, log_l, delta = _read_rows(row_refs, row, rows, head, exists, is_full=is_full)
             logits = row.tile(
                 row.dot(signed_k, q), rows[None, :], columns[:, None], is_full=is_full
             )
-            p, dx = _gradient_tile(
-                row, logits, row.dot(v, do), m[None, :], log_l[None, :], delta[None, :]
-            )
-            dv = _add(dv, row.weigh(p, do))
-            dk = _add(dk, row.weigh(dx, q))
-            return dk, dv
+            p = _weights(row, logits, m[None, :], log_l[None, :])
+            dk, dv = sums
+            if dv is not None:
+                dv = _add(dv, row.weigh(p, do))
+            if dk is not None:
+                dx = _logit_gradient(logits, p, row.dot(v, do), delta[None, :])
+                dk = _add(dk, row.weigh(dx, q))
+            return _KeySums(dk, dv)
 
         return row.fold_queries(block, query_block, sums)
 
-    sums = tuple(
-        tuple(jnp.zeros((config.block_k, width), jnp.float32) for width in widths(head_dim))
-        for head_dim in (dims.head_dim, dims.value_head_dim)
+    sums = _KeySums(
+        _zeros(config.block_k, dims.head_dim) if with_dk else None,
+        _zeros(config.block_k, dims.value_head_dim) if with_dv else None,
     )
     first_head = key_head * dims.group
     dk, dv = lax.fori_loop(first_head, first_head + dims.group, query_head, sums)
-    dk = tuple(row.scale * piece for piece in dk)
-    if exists is not None:
-        # Their keys were read as 0, which makes logits like any other.
-        dk, dv = (tuple(jnp.where(exists[:, None], x, 0.0) for x in sums) for sums in (dk, dv))
+    if dk is not None:
+        dk = tuple(row.scale * piece for piece in dk)
     is_stored = columns < dims.key_length
-    tile.write(dk_ref, row.batch, columns, key_head, is_stored, dk)
-    tile.write(dv_ref, row.batch, columns, key_head, is_stored, dv)
+    results = [x for x in (dk, dv) if x is not None]
+    for ref, result in zip(sum_refs, results, strict=True):
+        if exists is not None:
+            # Their keys were read as 0, which makes logits like any other.
+            result = tuple(jnp.where(exists[:, None], piece, 0.0) for piece in result)
+        tile.write(ref, row.batch, columns, key_head, is_stored, result)
 
 
 def _query_gradient_kernel(
@@ -129,12 +142,7 @@ def _query_gradient_kernel(
     dq_ref: Any,
     dscale_ref: Any = None,
 ) -> None:
-    blocks = -(-dims.query_length // config.block_q)
-    place, head, batch = lowering.program(blocks, dims.query_heads)
-    block = blocks - 1 - place
-    row = tile.BatchRow.read(spec, dims, config, refs, batch)
-    key_head = lax.div(head, jnp.int32(dims.group))
-
+    row, block, head, key_head = tile.query_block(spec, dims, config, refs)
     rows, exists = row.rows(block, is_full=False)
     q = tile.read(refs.query, row.batch, rows, head, exists)
     do, m, log_l, delta = _read_rows(row_refs, row, rows, head, exists, is_full=False)
@@ -145,15 +153,11 @@ def _query_gradient_kernel(
         k = tile.read(refs.key, row.batch, columns, key_head, exists)
         v = tile.read(refs.value, row.batch, columns, key_head, exists)
         logits = row.tile(row.dot(signed_q, k), rows[:, None], columns[None, :], is_full=is_full)
-        _, dx = _gradient_tile(
-            row, logits, row.dot(do, v), m[:, None], log_l[:, None], delta[:, None]
-        )
+        p = _weights(row, logits, m[:, None], log_l[:, None])
+        dx = _logit_gradient(logits, p, row.dot(do, v), delta[:, None])
         return _add(dq, row.weigh(dx, k))
 
-    zeros = tuple(
-        jnp.zeros((config.block_q, width), jnp.float32) for width in widths(dims.head_dim)
-    )
-    dq = row.fold_keys(block, key_block, zeros)
+    dq = row.fold_keys(block, key_block, _zeros(config.block_q, dims.head_dim))
     is_stored = rows < dims.query_length
     tile.write(dq_ref, row.batch, rows, head, is_stored, tuple(row.scale * piece for piece in dq))
     if dscale_ref is not None:
@@ -164,15 +168,18 @@ def _query_gradient_kernel(
         lowering.store(dscale_ref.at[row.batch, head, rows], dscale, mask=is_stored)
 
 
+def _zeros(rows: int, head_dim: int) -> tuple[jax.Array, ...]:
+    return tuple(jnp.zeros((rows, width), jnp.float32) for width in widths(head_dim))
+
+
 def _add(sums: tuple[jax.Array, ...], terms: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     return tuple(x + y for x, y in zip(sums, terms, strict=True))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def backward(
     spec: AttentionSpec,
-    key_config: Config,
-    query_config: Config,
+    configs: Configs,
     interpret: bool,
     residuals: Residuals,
     dout: jax.Array,
@@ -192,22 +199,33 @@ def backward(
     def like(x: jax.Array) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
-    dk, dv = lowering.launch(
-        functools.partial(_key_gradient_kernel, spec, dims, key_config),
-        name="flash_attention_key_gradient",
-        programs=dims.batch * dims.key_heads * -(-dims.key_length // key_config.block_k),
-        outputs=(like(operands.key), like(operands.value)),
-        config=key_config,
-        interpret=interpret,
-        like=operands.query,
-    )(operands, rows)
-    dq, *dscale = lowering.launch(
-        functools.partial(_query_gradient_kernel, spec, dims, query_config),
-        name="flash_attention_query_gradient",
-        programs=dims.batch * dims.query_heads * -(-dims.query_length // query_config.block_q),
-        outputs=(like(operands.query),) + (() if operands.scale is None else (like(delta),)),
-        config=query_config,
-        interpret=interpret,
-        like=operands.query,
-    )(operands, rows)
+    def launch(kernel: Callable, name: str, config: Config, programs: int, *outputs: Any) -> Any:
+        return lowering.launch(
+            functools.partial(kernel, spec, dims, config),
+            name=f"flash_attention_{name}_gradient",
+            programs=dims.batch * programs,
+            outputs=outputs,
+            config=config,
+            interpret=interpret,
+            like=operands.query,
+        )(operands, rows)
+
+    def key_gradient(config: Config, name: str, *outputs: Any, with_dk: bool, with_dv: bool) -> Any:
+        kernel = functools.partial(_key_gradient_kernel, with_dk, with_dv)
+        return launch(kernel, name, config, dims.key_heads * config.key_blocks(dims), *outputs)
+
+    dk, dv = like(operands.key), like(operands.value)
+    if configs.value_gradient is None:
+        dk, dv = key_gradient(configs.key_gradient, "key", dk, dv, with_dk=True, with_dv=True)
+    else:
+        (dk,) = key_gradient(configs.key_gradient, "key", dk, with_dk=True, with_dv=False)
+        (dv,) = key_gradient(configs.value_gradient, "value", dv, with_dk=False, with_dv=True)
+    dq, *dscale = launch(
+        _query_gradient_kernel,
+        "query",
+        configs.query_gradient,
+        dims.query_heads * configs.query_gradient.query_blocks(dims),
+        like(operands.query),
+        *(() if operands.scale is None else (like(delta),)),
+    )
     return Operands(dq, dk, dv, scale=jnp.sum(dscale[0]) if dscale else None)

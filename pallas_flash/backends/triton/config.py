@@ -53,6 +53,14 @@ class Config:
         if type(self.num_stages) is not int or not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages: expected an int, 1 to 8, got {self.num_stages!r}")
 
+    def query_blocks(self, dims: Dims) -> int:
+        """How many there are in one head of one batch row."""
+        return -(-dims.query_length // self.block_q)
+
+    def key_blocks(self, dims: Dims) -> int:
+        """Likewise."""
+        return -(-dims.key_length // self.block_k)
+
     def fitted(self, query_length: int, key_length: int) -> "Config":
         """With blocks no larger than short lengths need."""
         return Config(
@@ -65,17 +73,19 @@ class Config:
 
 @dataclass(frozen=True)
 class Configs:
-    """Of the three kernels of attention.
+    """Of the kernels of attention.
 
     Attributes:
       forward: of the forward.
-      key_gradient: of the kernel for dk and dv.
+      key_gradient: of the kernel for dk, and for dv where that has none of its own.
       query_gradient: of the kernel for dq.
+      value_gradient: of a kernel for dv alone. Two sums of wide rows do not fit in registers.
     """
 
     forward: Config
     key_gradient: Config
     query_gradient: Config
+    value_gradient: Config | None = None
 
 
 def largest_head_dim(dtype: jnp.dtype, compute_capability: str | None) -> int:

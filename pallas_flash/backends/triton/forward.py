@@ -5,7 +5,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_flash import sharding
 from pallas_flash.backends.triton import lowering, softmax, tile
@@ -22,13 +21,7 @@ def _kernel(
     refs: Operands,
     *output_refs: Any,
 ) -> None:
-    blocks = -(-dims.query_length // config.block_q)
-    place, head, batch = lowering.program(blocks, dims.query_heads)
-    # From the last block on: with causality it has the most to do, and should not come last.
-    block = blocks - 1 - place
-    row = tile.BatchRow.read(spec, dims, config, refs, batch)
-    key_head = lax.div(head, jnp.int32(dims.group))
-
+    row, block, head, key_head = tile.query_block(spec, dims, config, refs)
     rows, exists = row.rows(block, is_full=False)
     q = row.signed(tile.read(refs.query, row.batch, rows, head, exists))
 
@@ -84,7 +77,7 @@ def forward(
     results = lowering.launch(
         functools.partial(_kernel, spec, dims, config, with_lse, with_statistics),
         name="flash_attention_forward",
-        programs=dims.batch * dims.query_heads * -(-dims.query_length // config.block_q),
+        programs=dims.batch * dims.query_heads * config.query_blocks(dims),
         outputs=[x for x, _ in outputs.values()],
         config=config,
         interpret=interpret,
