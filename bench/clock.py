@@ -14,7 +14,7 @@ import numpy as np
 
 Program = Callable[..., Any]
 
-_MOST_CALLS = 200
+_MOST_CALLS = 2000
 
 
 @dataclass(frozen=True)

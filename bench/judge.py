@@ -6,14 +6,13 @@ import functools
 import jax
 import numpy as np
 import problems
-from clock import Program
 from peers import Attention
 from problems import Arrays
 
 from pallas_flash.testing import Case, Inputs, Truth, error, make_inputs, split
 
 
-def program(attention: Attention, case: Case, with_gradients: bool) -> Program:
+def program(attention: Attention, case: Case, with_gradients: bool) -> jax.stages.Wrapped:
     """Compiles to a function of what `problems.draw` gives: results by name."""
     options = problems.options(case)
 
@@ -40,6 +39,11 @@ def _truth(case: Case, seed: int) -> Truth:
     return Truth.of(_inputs(case, seed))
 
 
+def reference(case: Case, seed: int) -> Truth:
+    """What the reduced problem should give. Kept."""
+    return _truth(problems.reduced(case), seed)
+
+
 def judge(
     attention: Attention, case: Case, with_gradients: bool, seed: int
 ) -> tuple[dict[str, float], list[str]]:
@@ -48,11 +52,11 @@ def judge(
     Returns:
       The error of each result, relative to its largest entry; and in words, those too large.
     """
+    truth = reference(case, seed)
     case = problems.reduced(case)
     primals, others, cotangents = split(_inputs(case, seed))
-    computed = program(attention, case, with_gradients)(primals, others, cotangents.out)
+    computed: Arrays = program(attention, case, with_gradients)(primals, others, cotangents.out)
     results = {name: np.asarray(x).astype(np.float64) for name, x in computed.items()}
-    truth = _truth(case, seed)
     truth = Truth({name: truth.expected[name] for name in results}, truth.budget)
     errors = {name: error(x, truth.expected[name]) for name, x in results.items()}
     return errors, truth.wrong(results)

@@ -49,7 +49,8 @@ class ForwardOutput(NamedTuple):
 
     The backward recomputes probabilities as exp((logit - m) - log_l) and not as exp(logit - lse):
     near a logit of 1e6 one float32 step is 0.06, so what the sum lse = m + log_l has lost would be
-    missing from each probability of the row. Units and base of m and log_l are the backend's own.
+    missing from each probability of the row. Units and base of m and log_l are the backend's own,
+    and where little is lost, it may give m = 0 and the sum as log_l.
     A row that sees nothing has m = 0 and log_l = inf, which makes all its probabilities 0.
     """
 

@@ -4,6 +4,8 @@ import jax
 import numpy as np
 import pytest
 
+from pallas_flash.backends.triton import TritonBackend
+
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # A GPU would multiply float32 as TF32, and half the digits that tests compare would be gone.
 jax.config.update("jax_default_matmul_precision", "highest")
@@ -20,6 +22,21 @@ def seed() -> int:
     """Another one each run: a result must not hang on lucky numbers. Shown where a test fails."""
     print(f"seed {SEED}")
     return SEED
+
+
+@pytest.fixture
+def on_cpu():
+    """Pallas's interpreter makes programs for any machine, and for a GPU needlessly slow ones."""
+    with jax.default_device(jax.devices("cpu")[0]):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _interpreter_on_cpu(request):
+    params = getattr(request.node, "callspec", None)
+    values = params.params.values() if params else ()
+    if any(isinstance(x, TritonBackend) and x.interpret for x in values):
+        request.getfixturevalue("on_cpu")
 
 
 @pytest.fixture(autouse=True, scope="module")

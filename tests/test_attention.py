@@ -59,6 +59,9 @@ CASES = [
     Case(T=150, S=150, dtype="bfloat16", is_causal=True, N=4, K=2, H=64, spread=2.0),
     Case(T=150, S=150, dtype="float16", is_causal=True, N=4, K=2, H=64, spread=2.0),
     Case(T=150, S=150, dtype="float16", is_causal=True, N=4, K=2, H=64, sinks=True),
+    # Logits of some thousands, where one float32 has no room for a row's whole lse.
+    Case(**GROUPED, dtype="bfloat16", is_causal=True, spread=40.0),
+    Case(**GROUPED, dtype="float16", is_causal=True, spread=40.0),
     Case(T=300, S=520, is_causal=True, query_offset=(220, 0), N=4, K=2),
     Case(T=600, S=270, local_window_size=(100, 40), N=2, K=1),
     Case(

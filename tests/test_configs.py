@@ -46,7 +46,7 @@ def configs_id(configs: Configs) -> str:
 
 
 @pytest.mark.parametrize("configs", each_once(), ids=configs_id)
-def test_every_config_that_can_be_picked_gives_the_answer(configs, seed):
+def test_every_config_that_can_be_picked_gives_the_answer(configs, seed, on_cpu):
     case = Case(B=1, T=150, S=170, N=4, K=2, H=16, is_causal=True, query_offset=(20,))
     backend = TritonBackend(interpret=True, configs=configs)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -60,7 +61,17 @@ OUTSIDE_KERNELS = {"bias": None, "bias_dtype": None, "mask": None, "segments": 0
 @given(case=cases(), seed=st.integers(0, 2**32 - 1))
 def test_any_combination_in_the_kernels(case, seed):
     case = dataclasses.replace(case, **OUTSIDE_KERNELS)
-    _, wrong = judge(INTERPRET, make_inputs, case, seed)
+    with jax.default_device(jax.devices("cpu")[0]):
+        _, wrong = judge(INTERPRET, make_inputs, case, seed)
+    assert wrong == []
+
+
+@pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases(), seed=st.integers(0, 2**32 - 1))
+def test_any_combination_on_a_gpu(case, seed):
+    case = dataclasses.replace(case, **OUTSIDE_KERNELS)
+    _, wrong = judge("triton", make_inputs, case, seed)
     assert wrong == []
 
 

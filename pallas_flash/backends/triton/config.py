@@ -134,15 +134,17 @@ def pick(
     width = max(sum(widths(dims.head_dim)), sum(widths(dims.value_head_dim)))
     call = (width, Products.of(dtype, precision), _shared_memory(compute_capability))
     lengths = (dims.query_length, dims.key_length)
+    of_value = value_gradient(*call)
     return Configs(
         forward(*call).fitted(*lengths),
         key_gradient(*call).fitted(*lengths),
         query_gradient(*call).fitted(*lengths),
+        None if of_value is None else of_value.fitted(*lengths),
     )
 
 
 def forward(width: int, products: Products, shared_memory: int) -> Config:
-    """For rows of `width` entries and so many KiB of shared memory, as are the next two."""
+    """For rows of `width` entries and so many KiB of shared memory, as are the next three."""
     if products is Products.EXACT:
         return Config(32, 32, 8, 1) if width <= 256 else Config(16, 16, 8, 1)
     if products is Products.SINGLE:
@@ -152,7 +154,7 @@ def forward(width: int, products: Products, shared_memory: int) -> Config:
             return Config(32, 32, 4, 2) if shared_memory > 99 else Config(32, 32, 8, 1)
         return Config(16, 16, 8, 1)
     if width <= 64:
-        return Config(128, 64, 8, 3)
+        return Config(64, 128, 4, 2) if shared_memory > 99 else Config(128, 64, 8, 3)
     if width <= 128:
         return Config(128, 64, 4, 2)
     if width <= 256:
@@ -174,13 +176,20 @@ def key_gradient(width: int, products: Products, shared_memory: int) -> Config:
             return Config(32, 16, 4, 1) if shared_memory > 99 else Config(16, 16, 8, 1)
         return Config(16, 16, 8, 1)
     if width <= 64:
-        return Config(64, 64, 4, 2)
+        return Config(64, 64, 4, 3) if shared_memory > 163 else Config(64, 64, 4, 2)
     if width <= 128:
-        # With wgmma 4 warps spill.
-        return Config(64, 64, 8, 2) if shared_memory > 163 else Config(64, 64, 4, 2)
+        return Config(64, 64, 4, 2)
     if width <= 256:
+        if shared_memory > 163:
+            return Config(32, 128, 8, 2)
         return Config(64, 32, 8, 2) if shared_memory > 99 else Config(32, 32, 4, 2)
     return Config(16, 16, 4, 1)
+
+
+def value_gradient(width: int, products: Products, shared_memory: int) -> Config | None:
+    if products is Products.HALF and 128 < width <= 256 and shared_memory > 163:
+        return Config(64, 128, 8, 2)
+    return None
 
 
 def query_gradient(width: int, products: Products, shared_memory: int) -> Config:
@@ -199,12 +208,14 @@ def query_gradient(width: int, products: Products, shared_memory: int) -> Config
             return Config(32, 16, 4, 1) if shared_memory > 99 else Config(16, 16, 4, 1)
         return Config(16, 16, 8, 1)
     if width <= 64:
-        return Config(128, 64, 8, 2)
+        return Config(128, 64, 4, 3) if shared_memory > 163 else Config(128, 64, 8, 2)
     if width <= 128:
         if shared_memory > 163:
             return Config(128, 64, 8, 3)
         return Config(128, 64, 8, 2) if shared_memory > 99 else Config(64, 64, 4, 2)
     if width <= 256:
+        if shared_memory > 163:
+            return Config(64, 64, 4, 2)
         return Config(64, 32, 8, 2) if shared_memory > 99 else Config(32, 32, 4, 2)
     return Config(16, 16, 4, 1)
 

@@ -13,15 +13,14 @@ from pallas_flash.spec import AttentionSpec, Dims, ForwardOutput, Operands
 
 
 def _kernel(
-    spec: AttentionSpec,
-    dims: Dims,
-    config: Config,
+    kernel: tile.Kernel,
     with_lse: bool,
     with_statistics: bool,
     refs: Operands,
     *output_refs: Any,
 ) -> None:
-    row, block, head, key_head = tile.query_block(spec, dims, config, refs)
+    dims = kernel.dims
+    row, block, head, key_head = tile.query_block(kernel, refs)
     rows, exists = row.rows(block, is_full=False)
     q = row.signed(tile.read(refs.query, row.batch, rows, head, exists))
 
@@ -33,11 +32,12 @@ def _kernel(
         def weigh(p: jax.Array) -> tuple[jax.Array, ...]:
             return row.weigh(p, tile.read(refs.value, row.batch, columns, key_head, exists))
 
-        return softmax.update(state, logits.score, row.factor, weigh)
+        return softmax.update(state, logits.score, row.factor, row.exp2, weigh)
 
-    state = softmax.init(config.block_q, widths(dims.value_head_dim))
+    state = softmax.init(kernel.config.block_q, widths(dims.value_head_dim))
     state = row.fold_keys(block, key_block, state)
-    result = softmax.finish(state, row.factor, exists if row.has_query_lengths else None)
+    is_row = exists if row.has_query_lengths else None
+    result = softmax.finish(state, row.factor, is_row, keeps_m=not row.has_16_bits)
 
     out_ref, *row_refs = output_refs
     is_stored = rows < dims.query_length
@@ -74,8 +74,9 @@ def forward(
     if 0 in (dims.batch, dims.query_length, dims.key_length):
         empty = {name: jnp.full(x.shape, value, x.dtype) for name, (x, value) in outputs.items()}
         return sharding.vary_like(ForwardOutput(**empty), operands.query)
+    kernel = tile.Kernel(spec, dims, config, interpret)
     results = lowering.launch(
-        functools.partial(_kernel, spec, dims, config, with_lse, with_statistics),
+        functools.partial(_kernel, kernel, with_lse, with_statistics),
         name="flash_attention_forward",
         programs=dims.batch * dims.query_heads * config.query_blocks(dims),
         outputs=[x for x, _ in outputs.values()],

@@ -21,6 +21,29 @@ load = triton.load
 store = triton.store
 
 
+def exp2(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """2^x of float32 by the chip's own instruction, to which numbers below the normal ones are 0.
+
+    `jnp.exp2` is lowered with three more instructions around it, for the sake of those numbers: a
+    fifth of all that the forward's loop issues.
+
+    Args:
+      x: float32.
+      interpret: whether this is for Pallas's interpreter, which knows no such instruction.
+    """
+    if interpret:
+        return jnp.exp2(x)
+    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    (y,) = triton.elementwise_inline_asm(
+        "ex2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[result],
+    )
+    return y
+
+
 def program(*sizes: int) -> tuple[jax.Array, ...]:
     """This program's place in a grid whose first axes have these sizes, and along one axis more.
 

@@ -39,6 +39,7 @@ def update(
     state: SoftmaxState,
     score: jax.Array,
     factor: Factor,
+    exp2: Callable[[jax.Array], jax.Array],
     weigh: Callable[[jax.Array], tuple[jax.Array, ...]],
 ) -> SoftmaxState:
     """Take in one block of keys.
@@ -47,36 +48,57 @@ def update(
       state: of [rows].
       score: float32 [rows, block_k], -inf where a key may not be seen.
       factor: logits in base 2 are score * factor.
+      exp2: of float32.
       weigh: takes the unnormalised probabilities p, [rows, block_k], to the pieces of p . v.
     """
     m = jnp.maximum(state.m, jnp.max(score, axis=1))
     # A row that has met nothing yet: -inf - (-inf) is NaN, and 0 is meant.
     shift = jnp.where(m == -jnp.inf, 0.0, m)
-    p = jnp.exp2((score - shift[:, None]) * factor)
-    alpha = jnp.exp2((state.m - shift) * factor)
+    p = exp2((score - shift[:, None]) * factor)
+    alpha = exp2((state.m - shift) * factor)
     acc = tuple(x * alpha[:, None] + y for x, y in zip(state.acc, weigh(p), strict=True))
     return SoftmaxState(m, state.l * alpha + jnp.sum(p, axis=1), acc)
 
 
 class Finished(NamedTuple):
-    """Of rows that saw nothing: out 0, lse -inf, m 0 and log_l inf."""
+    """What becomes of a state; of a row that saw nothing out is 0, lse -inf, m 0 and log_l inf.
+
+    The backward recomputes p as 2^((score - m) * factor - log_l). With m = 0 that is the same with
+    log_l the lse in base 2, one statistic to read in place of two, and it is as good as long as a
+    step of that is small.
+    """
 
     out: tuple[jax.Array, ...]  # as `SoftmaxState.acc`
     lse: jax.Array  # [rows], natural
-    m: jax.Array  # [rows], in scores
+    m: jax.Array  # [rows], in scores: the maximum of a row that keeps it, else 0
     log_l: jax.Array  # [rows], in base 2
 
 
-def finish(state: SoftmaxState, factor: Factor, is_row: jax.Array | None) -> Finished:
-    """Normalise. Rows that are not (`is_row`, bool [rows]; None: all are) see nothing."""
+# Up to this, in base 2, a step of lse costs p 4e-5: a sixth of what rounding to float16 does.
+_LARGEST_WHOLE_LSE = 1024.0
+
+
+def finish(
+    state: SoftmaxState, factor: Factor, is_row: jax.Array | None, *, keeps_m: bool
+) -> Finished:
+    """Normalise.
+
+    Args:
+      state: of [rows].
+      factor: as in `update`.
+      is_row: which rows are any, bool [rows]; the others see nothing. None: all are.
+      keeps_m: every row keeps its maximum, and not only those with a large lse.
+    """
     is_empty = state.l == 0.0
     if is_row is not None:
         is_empty = is_empty | ~is_row
     divisor = jnp.where(is_empty, 1.0, state.l)
     log_l = jnp.log(divisor)
-    return Finished(
-        tuple(jnp.where(is_empty[:, None], 0.0, x / divisor[:, None]) for x in state.acc),
-        jnp.where(is_empty, -jnp.inf, state.m * (factor * LN_2) + log_l),
-        jnp.where(is_empty, 0.0, state.m),
-        jnp.where(is_empty, jnp.inf, log_l * LOG2_E),
-    )
+    out = tuple(jnp.where(is_empty[:, None], 0.0, x / divisor[:, None]) for x in state.acc)
+    lse = jnp.where(is_empty, -jnp.inf, state.m * (factor * LN_2) + log_l)
+    m, log_l = state.m, log_l * LOG2_E
+    if not keeps_m:
+        whole = m * factor + log_l
+        is_large = jnp.abs(whole) > _LARGEST_WHOLE_LSE
+        m, log_l = jnp.where(is_large, m, 0.0), jnp.where(is_large, log_l, whole)
+    return Finished(out, lse, jnp.where(is_empty, 0.0, m), jnp.where(is_empty, jnp.inf, log_l))

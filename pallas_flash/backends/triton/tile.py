@@ -90,6 +90,20 @@ class Tile(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """What is known of a kernel before it runs.
+
+    Attributes:
+      interpret: it runs in Pallas's interpreter.
+    """
+
+    spec: AttentionSpec
+    dims: Dims
+    config: Config
+    interpret: bool
+
+
+@dataclass(frozen=True)
 class BatchRow:
     """A call as the programs of one batch row see it.
 
@@ -104,6 +118,7 @@ class BatchRow:
     spec: AttentionSpec
     dims: Dims
     config: Config
+    interpret: bool
     has_16_bits: bool
     has_query_lengths: bool
     has_key_lengths: bool
@@ -114,16 +129,17 @@ class BatchRow:
     scale: jax.Array | float
 
     @classmethod
-    def read(
-        cls, spec: AttentionSpec, dims: Dims, config: Config, refs: Operands, batch: jax.Array
-    ) -> Self:
+    def read(cls, kernel: Kernel, refs: Operands, batch: jax.Array) -> Self:
+        spec, dims = kernel.spec, kernel.dims
+
         def length(ref: Any, most: int) -> jax.Array | int:
             return most if ref is None else jnp.minimum(ref[batch], most)
 
         return cls(
             spec=spec,
             dims=dims,
-            config=config,
+            config=kernel.config,
+            interpret=kernel.interpret,
             has_16_bits=refs.query.dtype != jnp.float32,
             has_query_lengths=refs.query_seq_lengths is not None,
             has_key_lengths=refs.key_value_seq_lengths is not None,
@@ -246,6 +262,14 @@ class BatchRow:
             preferred_element_type=jnp.float32,
         )
 
+    def exp2(self, x: jax.Array) -> jax.Array:
+        """2^x, float32."""
+        return lowering.exp2(x, interpret=self.interpret)
+
+    def rough_tanh(self, x: jax.Array) -> jax.Array:
+        """By the exponential that the chip has. Near 0 it is a float32 step of 1 off, not of x."""
+        return 1.0 - 2.0 / (1.0 + self.exp2(x * (2 * LOG2_E)))
+
     def tile(
         self, product: jax.Array, rows: jax.Array, columns: jax.Array, *, is_full: bool
     ) -> Tile:
@@ -261,7 +285,7 @@ class BatchRow:
         cap = self.spec.logits_soft_cap
         if cap is not None:
             is_rough = self.has_16_bits and cap <= _LARGEST_ROUGH_CAP
-            tanh = _rough_tanh if is_rough else jnp.tanh
+            tanh = self.rough_tanh if is_rough else jnp.tanh
             score = tanh(product * (jnp.abs(self.scale) / cap))
             slope = 1.0 - score * score
         if not is_full:
@@ -276,26 +300,20 @@ class BatchRow:
         return Tile(score, slope)
 
 
-def query_block(
-    spec: AttentionSpec, dims: Dims, config: Config, refs: Operands
-) -> tuple[BatchRow, jax.Array, jax.Array, jax.Array]:
+def query_block(kernel: Kernel, refs: Operands) -> tuple[BatchRow, jax.Array, jax.Array, jax.Array]:
     """Of a program that has a query block: its batch row, block, head and key head."""
-    blocks = config.query_blocks(dims)
+    dims = kernel.dims
+    blocks = kernel.config.query_blocks(dims)
     place, head, batch = lowering.program(blocks, dims.query_heads)
     # From the last block on: with causality it has the most to do, and should not come last.
     block = blocks - 1 - place
     key_head = lax.div(head, jnp.int32(dims.group))
-    return BatchRow.read(spec, dims, config, refs, batch), block, head, key_head
+    return BatchRow.read(kernel, refs, batch), block, head, key_head
 
 
 def _is_zero(scale: jax.Array | float) -> jax.Array | bool:
     """Below its normal numbers a GPU takes float32 for 0, and -inf * 0 is NaN."""
     return abs(scale) < _LEAST_NORMAL
-
-
-def _rough_tanh(x: jax.Array) -> jax.Array:
-    """By the exponential that the chip has. Near 0 its error is a float32 step of 1, not of x."""
-    return 1.0 - 2.0 / (1.0 + jnp.exp2(x * (2 * LOG2_E)))
 
 
 def _if(condition: jax.Array, length: jax.Array | int) -> jax.Array:
