@@ -102,6 +102,7 @@ def _grid(block_q: tuple[int, ...], block_k: tuple[int, ...]) -> tuple[Config, .
 GRIDS = {
     "forward": _grid((64, 128, 256), (32, 64, 128)),
     "key_gradient": _grid((32, 64, 128), (64, 128)),
+    "value_gradient": _grid((32, 64), (64, 128)),
     "query_gradient": _grid((64, 128), (32, 64, 128)),
 }
 

@@ -23,8 +23,9 @@ class _Rows(NamedTuple):
     """What the forward and the cotangents say of the query rows, as references or tiles."""
 
     do: Any  # [B, T, N, Hv]
-    m: Any  # float32 [B, N, T], as is the next; None for all 0
+    m: Any  # float32 [B, N, T], as are the next two; None for all 0
     log_l: Any
+    delta: Any
 
 
 def _read_rows(
@@ -36,23 +37,25 @@ def _read_rows(
     *,
     is_full: bool,
     keeps_m: bool,
-) -> tuple[_Rows, jax.Array | None]:
-    """Of a block's rows, and which of them see something; in a full tile, for which None: each."""
-    index = (row.batch, head, rows)
-    log_l = _read(refs.log_l, index, exists, jnp.inf)
-    m = _read(refs.m, index, exists, 0.0) if keeps_m else None
+) -> _Rows:
+    """Of a block's rows; in a full tile each of them sees something."""
+
+    def statistic(ref: Any, where: jax.Array | None, other: float) -> jax.Array:
+        index = (row.batch, head, rows)
+        if where is None:
+            return lowering.load(ref.at[index])
+        return lowering.load(ref.at[index], mask=where, other=other)
+
+    log_l = statistic(refs.log_l, exists, jnp.inf)
     # A row that sees nothing has no gradient to give, whatever its cotangents hold. Where it does
     # not exist, log_l was read as inf.
     sees = None if is_full else log_l < jnp.inf
-    return _Rows(tile.read(refs.do, row.batch, rows, head, sees), m, log_l), sees
-
-
-def _read(
-    ref: Any, index: tuple[jax.Array, ...], where: jax.Array | None, other: float
-) -> jax.Array:
-    if where is None:
-        return lowering.load(ref.at[index])
-    return lowering.load(ref.at[index], mask=where, other=other)
+    return _Rows(
+        do=tile.read(refs.do, row.batch, rows, head, sees),
+        m=statistic(refs.m, exists, 0.0) if keeps_m else None,
+        log_l=log_l,
+        delta=statistic(refs.delta, sees, 0.0),
+    )
 
 
 def _in_one_of_two_ways(
@@ -115,13 +118,10 @@ def _key_gradient_kernel(
     refs: Operands,
     row_refs: _Rows,
     keeps_m_ref: Any,
-    delta_ref: Any,
     *sum_refs: Any,
 ) -> None:
     dims, config = kernel.dims, kernel.config
-    # From the first block on: with causality it has the most to do, and should not come last.
-    block, key_head, batch = lowering.program(config.key_blocks(dims), dims.key_heads)
-    row = tile.BatchRow.read(kernel, refs, batch)
+    row, block, key_head = tile.key_block(kernel, refs)
 
     def program(keeps_m: bool) -> None:
         columns, exists = row.columns(block, is_full=False)
@@ -133,10 +133,9 @@ def _key_gradient_kernel(
             def query_block(i: jax.Array, sums: _KeySums, is_full: bool) -> _KeySums:
                 rows, exists = row.rows(i, is_full=is_full)
                 q = tile.read(refs.query, row.batch, rows, head, exists)
-                (do, m, log_l), sees = _read_rows(
+                do, m, log_l, delta = _read_rows(
                     row_refs, row, rows, head, exists, is_full=is_full, keeps_m=keeps_m
                 )
-                delta = _read(delta_ref, (row.batch, head, rows), sees, 0.0)
                 product = row.dot(signed_k, q)
                 # Before the exponentials, for a tensor core to have work meanwhile.
                 dp = row.dot(v, do) if with_dk else None
@@ -176,10 +175,7 @@ def _query_gradient_kernel(
     refs: Operands,
     row_refs: _Rows,
     keeps_m_ref: Any,
-    out_ref: Any,
-    dlse_ref: Any,
     dq_ref: Any,
-    delta_ref: Any,
     dscale_ref: Any = None,
 ) -> None:
     dims, config = kernel.dims, kernel.config
@@ -188,12 +184,9 @@ def _query_gradient_kernel(
     def program(keeps_m: bool) -> None:
         rows, exists = row.rows(block, is_full=False)
         q = tile.read(refs.query, row.batch, rows, head, exists)
-        (do, m, log_l), sees = _read_rows(
+        do, m, log_l, delta = _read_rows(
             row_refs, row, rows, head, exists, is_full=False, keeps_m=keeps_m
         )
-        delta = _inner(do, tile.read(out_ref, row.batch, rows, head, sees))
-        if dlse_ref is not None:
-            delta -= _read(dlse_ref, (row.batch, rows, head), sees, 0.0)
         signed_q = row.signed(q)
 
         def key_block(j: jax.Array, dq: tuple[jax.Array, ...], is_full: bool):
@@ -211,22 +204,14 @@ def _query_gradient_kernel(
         is_stored = rows < dims.query_length
         scaled = tuple(row.scale * piece for piece in dq)
         tile.write(dq_ref, row.batch, rows, head, is_stored, scaled)
-        lowering.store(delta_ref.at[row.batch, head, rows], delta, mask=is_stored)
         if dscale_ref is not None:
             # sum_j dx_j (q . k_j) = q . sum_j dx_j k_j
-            dscale = _inner(q, dq)
+            dscale = jnp.zeros((config.block_q,), jnp.float32)
+            for x, y in zip(q, dq, strict=True):
+                dscale += jnp.sum(x.astype(jnp.float32) * y, axis=1)
             lowering.store(dscale_ref.at[row.batch, head, rows], dscale, mask=is_stored)
 
     _in_one_of_two_ways(keeps_m_ref, row.batch, key_head, program)
-
-
-def _inner(xs: tuple[jax.Array, ...], ys: tuple[jax.Array, ...]) -> jax.Array:
-    """The rows' inner products, float32 [rows], of matrices that come in pieces."""
-    products = [
-        jnp.sum(x.astype(jnp.float32) * y.astype(jnp.float32), axis=1)
-        for x, y in zip(xs, ys, strict=True)
-    ]
-    return functools.reduce(jnp.add, products)
 
 
 def _zeros(rows: int, head_dim: int) -> tuple[jax.Array, ...]:
@@ -253,7 +238,9 @@ def backward(
         zeros = {name: getattr(operands, name) for name in DIFFERENTIABLE}
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), zeros)
         return sharding.vary_like(Operands(**zeros), operands.query)
-    rows = _Rows(dout, residuals.m, residuals.log_l)
+    delta = jnp.sum(dout.astype(jnp.float32) * residuals.out.astype(jnp.float32), axis=-1)
+    delta = (delta if dlse is None else delta - dlse).swapaxes(1, 2)
+    rows = _Rows(dout, residuals.m, residuals.log_l, delta)
     keeps_m = None
     if operands.query.dtype != jnp.float32:
         groups = residuals.m.reshape(dims.batch, dims.key_heads, -1)
@@ -264,33 +251,21 @@ def backward(
 
     def launch(
         body: Callable, name: str, config: Config, programs: int, outputs: Sequence[Any]
-    ) -> Callable[..., Any]:
-        return functools.partial(
-            lowering.launch(
-                functools.partial(body, tile.Kernel(spec, dims, config, interpret)),
-                name=f"flash_attention_{name}_gradient",
-                programs=dims.batch * programs,
-                outputs=outputs,
-                config=config,
-                interpret=interpret,
-                like=operands.query,
-            ),
-            operands,
-            rows,
-            keeps_m,
-        )
-
-    config = configs.query_gradient
-    statistic = like(residuals.m)
-    outputs = [like(operands.query), statistic] + ([] if operands.scale is None else [statistic])
-    programs = dims.query_heads * config.query_blocks(dims)
-    query_gradient = launch(_query_gradient_kernel, "query", config, programs, outputs)
-    dq, delta, *dscale = query_gradient(residuals.out, dlse)
+    ) -> Any:
+        return lowering.launch(
+            functools.partial(body, tile.Kernel(spec, dims, config, interpret)),
+            name=f"flash_attention_{name}_gradient",
+            programs=dims.batch * programs,
+            outputs=outputs,
+            config=config,
+            interpret=interpret,
+            like=operands.query,
+        )(operands, rows, keeps_m)
 
     def key_gradient(name: str, config: Config, outputs: dict[str, Any]) -> Any:
         body = functools.partial(_key_gradient_kernel, "dk" in outputs, "dv" in outputs)
         programs = dims.key_heads * config.key_blocks(dims)
-        return launch(body, name, config, programs, list(outputs.values()))(delta)
+        return launch(body, name, config, programs, list(outputs.values()))
 
     dk, dv = like(operands.key), like(operands.value)
     if configs.value_gradient is None:
@@ -298,4 +273,8 @@ def backward(
     else:
         (dk,) = key_gradient("key", configs.key_gradient, {"dk": dk})
         (dv,) = key_gradient("value", configs.value_gradient, {"dv": dv})
+    config = configs.query_gradient
+    outputs = [like(operands.query)] + ([] if operands.scale is None else [like(delta)])
+    programs = dims.query_heads * config.query_blocks(dims)
+    dq, *dscale = launch(_query_gradient_kernel, "query", config, programs, outputs)
     return Operands(dq, dk, dv, scale=jnp.sum(dscale[0]) if dscale else None)

@@ -1,8 +1,9 @@
 """How each kernel is cut into blocks and compiled, and what is picked for a call.
 
 The picks keep every kernel within the shared memory of the smallest card of its compute capability,
-less a tenth for another compiler; a test compiles them and holds that. So far they rest on what the
-compiler says (shared memory, spills) and on first timings elsewhere, not on a sweep.
+less a tenth for another compiler; a test compiles them and holds that. Those for 16-bit operands
+on compute capability 9.0 were measured, on an H200; the others rest on what the compiler says
+(shared memory, spills).
 """
 
 import enum
@@ -132,7 +133,7 @@ def pick(
       compute_capability: of the device, such as "9.0"; None for no GPU.
     """
     width = max(sum(widths(dims.head_dim)), sum(widths(dims.value_head_dim)))
-    call = (width, Products.of(dtype, precision), _shared_memory(compute_capability))
+    call = (width, Products.of(dtype, precision), compute_capability)
     lengths = (dims.query_length, dims.key_length)
     of_value = value_gradient(*call)
     return Configs(
@@ -143,26 +144,50 @@ def pick(
     )
 
 
-def forward(width: int, products: Products, shared_memory: int) -> Config:
-    """For rows of `width` entries and so many KiB of shared memory, as are the next three."""
+def forward(width: int, products: Products, compute_capability: str | None) -> Config:
+    """For rows of `width` entries, as are the next three.
+
+    On an H200, in ms at S 8192 causal with 16 heads of 128 entries or as many as make that, this
+    beside the next best:
+    width 64: 1.49, 64x64/4/3 1.50 (2.83 and 2.91 without causality)
+    width 96, 80: 1.03, 1.00; 128x64/4/2 1.19, 1.13
+    width 128: 1.21, 256x64/8/4 1.27 (2.32 and 2.28 without causality)
+    width 192: 1.00, 128x64/8/2 1.24
+    width 256: 1.26, 128x32/8/3 1.39
+    """
+    room = _shared_memory(compute_capability)
     if products is Products.EXACT:
         return Config(32, 32, 8, 1) if width <= 256 else Config(16, 16, 8, 1)
     if products is Products.SINGLE:
         if width <= 128:
             return Config(64, 32, 4, 2)
         if width <= 256:
-            return Config(32, 32, 4, 2) if shared_memory > 99 else Config(32, 32, 8, 1)
+            return Config(32, 32, 4, 2) if room > 99 else Config(32, 32, 8, 1)
         return Config(16, 16, 8, 1)
+    if width > 256:
+        return Config(64, 32, 8, 1) if room > 163 else Config(16, 32, 8, 1)
+    if compute_capability == "9.0":
+        if width <= 64:
+            return Config(64, 128, 4, 2)
+        if width <= 128:
+            return Config(128, 64, 4, 3 if width < 128 else 2)
+        return Config(128, 64, 8, 3 if width < 256 else 2)
     if width <= 64:
-        return Config(64, 128, 4, 2) if shared_memory > 99 else Config(128, 64, 8, 3)
+        return Config(128, 64, 8, 3)
     if width <= 128:
         return Config(128, 64, 4, 2)
-    if width <= 256:
-        return Config(128, 64, 8, 2) if shared_memory > 99 else Config(64, 32, 4, 2)
-    return Config(64, 32, 8, 1) if shared_memory > 163 else Config(16, 32, 8, 1)
+    return Config(128, 64, 8, 2) if room > 99 else Config(64, 32, 4, 2)
 
 
-def key_gradient(width: int, products: Products, shared_memory: int) -> Config:
+def key_gradient(width: int, products: Products, compute_capability: str | None) -> Config:
+    """As above, of dk and dv together, beside the next best:
+    width 64: 2.37, 32x128/4/3 2.49
+    width 96, 80: 1.71, 1.56; 64x64/4/2 1.81, -
+    width 128: 2.00, 64x128/8/3 2.16 (3.86 and 3.89 without causality)
+    width 192: 2.63, 64x64/8/2 3.05
+    width 256: 3.16 in two kernels, 7.25 in one at 64x32/8/2
+    """
+    room = _shared_memory(compute_capability)
     if products is Products.EXACT:
         if width <= 128:
             return Config(32, 32, 8, 1)
@@ -173,31 +198,42 @@ def key_gradient(width: int, products: Products, shared_memory: int) -> Config:
         if width <= 128:
             return Config(32, 16, 4, 2)
         if width <= 256:
-            return Config(32, 16, 4, 1) if shared_memory > 99 else Config(16, 16, 8, 1)
+            return Config(32, 16, 4, 1) if room > 99 else Config(16, 16, 8, 1)
         return Config(16, 16, 8, 1)
+    if width > 256:
+        return Config(16, 16, 4, 1)
+    if compute_capability == "9.0":
+        if width <= 128:
+            return Config(64, 64, 4, 3 if width < 128 else 2)
+        return Config(64, 128, 8, 2) if width < 256 else Config(32, 128, 8, 2)
     if width <= 64:
-        return Config(64, 64, 4, 3) if shared_memory > 163 else Config(64, 64, 4, 2)
-    if width <= 128:
         return Config(64, 64, 4, 2)
-    if width <= 256:
-        if shared_memory > 163:
-            return Config(32, 128, 8, 2)
-        return Config(64, 32, 8, 2) if shared_memory > 99 else Config(32, 32, 4, 2)
-    return Config(16, 16, 4, 1)
+    if width <= 128:
+        return Config(64, 64, 8, 2) if room > 163 else Config(64, 64, 4, 2)
+    return Config(64, 32, 8, 2) if room > 99 else Config(32, 32, 4, 2)
 
 
-def value_gradient(width: int, products: Products, shared_memory: int) -> Config | None:
-    if products is Products.HALF and 128 < width <= 256 and shared_memory > 163:
+def value_gradient(width: int, products: Products, compute_capability: str | None) -> Config | None:
+    """Of dv alone, where one program has no registers for two sums; see `key_gradient`."""
+    if products is Products.HALF and width == 256 and compute_capability == "9.0":
         return Config(64, 128, 8, 2)
     return None
 
 
-def query_gradient(width: int, products: Products, shared_memory: int) -> Config:
+def query_gradient(width: int, products: Products, compute_capability: str | None) -> Config:
+    """As above, beside the next best:
+    width 64: 1.46, 64x64/4/3 1.69
+    width 96, 80: 1.28, 1.19; 128x64/8/3 1.59, 128x64/4/2 1.25
+    width 128: 1.55, 128x64/8/4 1.58
+    width 192: 1.40, 128x64/8/2 1.49
+    width 256: 2.14, 64x64/4/2 2.24
+    """
+    room = _shared_memory(compute_capability)
     if products is Products.EXACT:
         if width <= 128:
             return Config(32, 32, 8, 1)
         if width <= 256:
-            return Config(32, 32, 8, 1) if shared_memory > 99 else Config(16, 16, 4, 1)
+            return Config(32, 32, 8, 1) if room > 99 else Config(16, 16, 4, 1)
         return Config(16, 16, 8, 1)
     if products is Products.SINGLE:
         if width <= 64:
@@ -205,19 +241,23 @@ def query_gradient(width: int, products: Products, shared_memory: int) -> Config
         if width <= 128:
             return Config(32, 32, 4, 2)
         if width <= 256:
-            return Config(32, 16, 4, 1) if shared_memory > 99 else Config(16, 16, 4, 1)
+            return Config(32, 16, 4, 1) if room > 99 else Config(16, 16, 4, 1)
         return Config(16, 16, 8, 1)
+    if width > 256:
+        return Config(16, 16, 4, 1)
+    if compute_capability == "9.0":
+        if width <= 64:
+            return Config(128, 64, 4, 3)
+        if width <= 128:
+            return Config(64, 64, 4, 3) if width < 128 else Config(128, 64, 8, 3)
+        return Config(64, 64, 4, 3) if width < 256 else Config(128, 32, 8, 2)
     if width <= 64:
-        return Config(128, 64, 4, 3) if shared_memory > 163 else Config(128, 64, 8, 2)
+        return Config(128, 64, 8, 2)
     if width <= 128:
-        if shared_memory > 163:
+        if room > 163:
             return Config(128, 64, 8, 3)
-        return Config(128, 64, 8, 2) if shared_memory > 99 else Config(64, 64, 4, 2)
-    if width <= 256:
-        if shared_memory > 163:
-            return Config(64, 64, 4, 2)
-        return Config(64, 32, 8, 2) if shared_memory > 99 else Config(32, 32, 4, 2)
-    return Config(16, 16, 4, 1)
+        return Config(128, 64, 8, 2) if room > 99 else Config(64, 64, 4, 2)
+    return Config(64, 32, 8, 2) if room > 99 else Config(32, 32, 4, 2)
 
 
 def pieces(head_dim: int) -> tuple[tuple[int, int], ...]:
