@@ -1,8 +1,7 @@
 """Kernels lowered and compiled for an NVIDIA GPU on a machine that has none.
 
-`lower` and `kernels` need JAX 0.11; `compile_for` needs the `triton` package too, of a version that
-reads what this JAX writes (3.9 for JAX 0.12). The stages are those that XLA runs, of another
-revision.
+`lower` and `kernels` need JAX 0.11; `compile_for` needs the `triton` package too. The stages are
+those that XLA runs, of another revision.
 """
 
 import functools
@@ -27,6 +26,17 @@ needs_lowering = pytest.mark.skipif(
 )
 
 _TARGET = "__gpu$xla.gpu.triton"
+
+# Whose compiler reads what a JAX writes.
+_TRITON_OF_JAX = {(0, 11): "3.8", (0, 12): "3.9"}
+
+
+def require_triton() -> None:
+    """Skip where the package is missing, or of another time than this JAX."""
+    found = pytest.importorskip("triton").__version__
+    needed = _TRITON_OF_JAX.get(jax.version.__version_info__[:2])
+    if needed is None or not found.startswith(f"{needed}."):
+        pytest.skip(f"JAX {jax.__version__} wants triton {needed}, and {found} is installed")
 
 
 @dataclass(frozen=True)

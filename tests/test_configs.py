@@ -6,10 +6,10 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from implementations import truth
+from implementations import INTERPRET, judge, truth
 
 from pallas_flash import flash_attention_with_lse
-from pallas_flash.backends.triton import TritonBackend, config
+from pallas_flash.backends.triton import TritonBackend, config, tile
 from pallas_flash.backends.triton.config import Config, Configs
 from pallas_flash.spec import Dims
 from pallas_flash.testing import Case, evaluate, make_inputs
@@ -57,6 +57,18 @@ def test_every_config_that_can_be_picked_gives_the_answer(configs, seed, on_cpu)
 
     got = evaluate(attention, make_inputs(case, seed))
     assert truth(make_inputs, case, seed).wrong(got) == []
+
+
+# Of 2 * 6 query heads and 2 * 3 key heads.
+@pytest.mark.parametrize("together", [1, 4, 5, 12])
+def test_any_number_of_heads_is_worked_on_together(together, seed, on_cpu, monkeypatch):
+    case = Case(B=2, T=40, S=70, N=6, K=3, H=16, is_causal=True)
+    monkeypatch.setattr(tile, "_CACHED_BYTES", together * 70 * 32 * 4 // 2)
+    # Traces are kept, and do not hang on the module's constants.
+    jax.clear_caches()
+    _, wrong = judge(INTERPRET, make_inputs, case, seed)
+    jax.clear_caches()
+    assert wrong == []
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,14 @@ import sys
 import jax
 import jax.numpy as jnp
 import pytest
-from compiled import compile_for, kernels, lower, lower_gradient, needs_lowering
+from compiled import (
+    compile_for,
+    kernels,
+    lower,
+    lower_gradient,
+    needs_lowering,
+    require_triton,
+)
 from implementations import INTERPRET, reasons
 from test_attention import CASES
 
@@ -70,7 +77,7 @@ def test_every_width_lowers_for_every_card(card, dtype):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_shared_memory_fits_the_smallest_card(head_dim, dtype, capability):
-    pytest.importorskip("triton")
+    require_triton()
     precisions = {"float32": ["highest", "default"]}.get(dtype, ["default"])
     for precision in map(jax.lax.Precision, precisions):
         # An odd length has every branch.
@@ -91,7 +98,7 @@ def test_shared_memory_fits_the_smallest_card(head_dim, dtype, capability):
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_head_dims_up_to_512_fit(dtype, capability):
-    pytest.importorskip("triton")
+    require_triton()
     operands = operands_of((1, 2048, 2, 512), dtype)
     device = Device("gpu", KINDS[capability], capability)
     spec = AttentionSpec(is_causal=True)

@@ -67,7 +67,7 @@ def test_any_combination_in_the_kernels(case, seed):
 
 
 @pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(case=cases(), seed=st.integers(0, 2**32 - 1))
 def test_any_combination_on_a_gpu(case, seed):
     case = dataclasses.replace(case, **OUTSIDE_KERNELS)
