@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import peers
 import problems
 from clock import Clock, Program, device_clock, matmul_tflops, wall_clock
@@ -206,7 +207,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Long enough for the card to come down to the clock that its power allows: in 20 ms rounds some
     # peers were seen a sixth faster than they are for longer.
     round_ms = 50.0 if args.quick else 250.0
-    clock = wall_clock(round_ms, "as asked") if args.wall else device_clock(round_ms)
+    if args.wall:
+        clock = wall_clock(round_ms, "as asked")
+    elif jax.default_backend() != "gpu":
+        clock = wall_clock(round_ms, "no GPU")
+    else:
+        clock = device_clock(round_ms)
     bench = Bench(clock, rounds, args.seed)
     peak = matmul_tflops(clock, rounds)
     measured = {"clock": clock.name, "matmul_tflops": peak, "rounds": rounds, "seed": args.seed}

@@ -11,9 +11,9 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from implementations import SMALL_BLOCKS, draw, each_implementation, extend, judge, runnable
+from implementations import SMALL_BLOCKS, draw, each_implementation, export, extend, judge, runnable
 
-from pallas_flash import DISABLED_EXPORT_CHECKS, flash_attention
+from pallas_flash import flash_attention
 from pallas_flash.reference import reference_attention
 from pallas_flash.testing import Inputs, error
 
@@ -219,8 +219,7 @@ def test_export_gives_the_same_bits(implementation):
     attention = runnable(implementation, inputs)
     arrays = [jnp.asarray(x) for x in inputs.arrays.values()]
     direct = jax.jit(lambda *x: attention(*x, is_causal=True).out)
-    export = jax.export.export(direct, disabled_checks=DISABLED_EXPORT_CHECKS)
-    exported = export(*arrays).serialize(vjp_order=1)
+    exported = export(direct, *arrays).serialize(vjp_order=1)
     called = jax.export.deserialize(exported).call
 
     # As one program each: where forward and backward are two, `out` is rounded between them.

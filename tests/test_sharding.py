@@ -13,6 +13,9 @@ from pallas_flash import AttentionOutput, flash_attention_with_lse
 from pallas_flash.backends.xla import XlaBackend
 from pallas_flash.testing import Case, Inputs, differentiate, make_inputs, split
 
+# The mesh is one of CPUs, also where there is a GPU.
+pytestmark = pytest.mark.usefixtures("on_cpu")
+
 PLAIN = Case(B=4, T=40, S=40, N=4, K=2, H=8, is_causal=True, scale="traced")
 CASES = {
     XlaBackend(block_q=16, block_k=16): dataclasses.replace(PLAIN, bias="BNS", sinks=True),

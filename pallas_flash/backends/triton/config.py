@@ -183,7 +183,7 @@ def key_gradient(width: int, products: Products, compute_capability: str | None)
     """As above, of dk and dv together, beside the next best:
     width 64: 2.37, 32x128/4/3 2.49
     width 96, 80: 1.71, 1.56; 64x64/4/2 1.81, -
-    width 128: 2.05, 64x64/4/2 2.08 (3.92 and 3.91 without causality)
+    width 128: 2.07, 64x128/8/3 2.12 (3.91 and 3.95 without causality)
     width 192: 2.63, 64x64/8/2 3.05
     width 256: 3.16 in two kernels, 7.25 in one at 64x32/8/2
     """
@@ -204,7 +204,7 @@ def key_gradient(width: int, products: Products, compute_capability: str | None)
         return Config(16, 16, 4, 1)
     if compute_capability == "9.0":
         if width <= 128:
-            return Config(64, 64, 4, 3) if width < 128 else Config(64, 128, 8, 3)
+            return Config(64, 64, 4, 3 if width < 128 else 2)
         return Config(64, 128, 8, 2) if width < 256 else Config(32, 128, 8, 2)
     if width <= 64:
         return Config(64, 64, 4, 2)

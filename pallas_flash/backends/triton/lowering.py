@@ -25,21 +25,28 @@ def exp2(x: jax.Array, *, interpret: bool) -> jax.Array:
     """2^x of float32 by the chip's own instruction, to which numbers below the normal ones are 0.
 
     `jnp.exp2` is lowered with three more instructions around it, for the sake of those numbers: a
-    fifth of all that the forward's loop issues.
+    quarter of all that the forward's loop issues, and 7 % of its time (H200).
 
     Args:
       x: float32.
       interpret: whether this is for Pallas's interpreter, which knows no such instruction.
     """
-    if interpret:
-        return jnp.exp2(x)
-    result = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jnp.exp2(x) if interpret else _instruction("ex2.approx.ftz.f32", x)
+
+
+def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """1 / x of float32, likewise, to a step in the last place."""
+    return 1.0 / x if interpret else _instruction("rcp.approx.ftz.f32", x)
+
+
+def _instruction(name: str, x: jax.Array) -> jax.Array:
+    """PTX of one float32 and to one."""
     (y,) = triton.elementwise_inline_asm(
-        "ex2.approx.ftz.f32 $0, $1;",
+        f"{name} $0, $1;",
         args=[x],
         constraints="=f,f",
         pack=1,
-        result_shape_dtypes=[result],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
     )
     return y
 

@@ -266,9 +266,14 @@ class BatchRow:
         """2^x, float32."""
         return lowering.exp2(x, interpret=self.interpret)
 
-    def rough_tanh(self, x: jax.Array) -> jax.Array:
-        """By the exponential that the chip has. Near 0 it is a float32 step of 1 off, not of x."""
-        return 1.0 - 2.0 / (1.0 + self.exp2(x * (2 * LOG2_E)))
+    def capped(self, product: jax.Array, cap: float) -> jax.Array:
+        """tanh(|scale| * product / cap)."""
+        ratio = jnp.abs(self.scale) / cap
+        if not self.has_16_bits or cap > _LARGEST_ROUGH_CAP:
+            return jnp.tanh(product * ratio)
+        # By what the chip has. Near 0 this is some float32 steps of 1 off, not of the result.
+        exponential = self.exp2(product * (ratio * (2 * LOG2_E)))
+        return 1.0 - 2.0 * lowering.reciprocal(1.0 + exponential, interpret=self.interpret)
 
     def tile(
         self, product: jax.Array, rows: jax.Array, columns: jax.Array, *, is_full: bool
@@ -284,9 +289,7 @@ class BatchRow:
         score, slope = product, None
         cap = self.spec.logits_soft_cap
         if cap is not None:
-            is_rough = self.has_16_bits and cap <= _LARGEST_ROUGH_CAP
-            tanh = self.rough_tanh if is_rough else jnp.tanh
-            score = tanh(product * (jnp.abs(self.scale) / cap))
+            score = self.capped(product, cap)
             slope = 1.0 - score * score
         if not is_full:
             visible = masks.visible(
