@@ -1,7 +1,8 @@
 """The backward kernels: FlashAttention-2, algorithm 2 (Dao, 2023), split in two.
 
-One has a program for each key block and gives dk and dv, the other one for each query block and
-gives dq: each sums in registers, so there are no atomics and the bits are the same every time.
+One has a program for each key block and gives dk and dv (or, for wide rows, runs twice and gives
+one at a time), the other has one for each query block and gives dq. Each sums in registers, so
+there are no atomics and the bits are the same every time.
 Names follow the derivation in `pallas_flash.autodiff`; m and log_l are as in `softmax.Finished`.
 """
 
@@ -121,7 +122,7 @@ def _key_gradient_kernel(
     *sum_refs: Any,
 ) -> None:
     dims, config = kernel.dims, kernel.config
-    row, block, key_head = tile.key_block(kernel, refs)
+    row, block, key_head = tile.key_program(kernel, refs)
 
     def program(keeps_m: bool) -> None:
         columns, exists = row.columns(block, is_full=False)
@@ -179,7 +180,7 @@ def _query_gradient_kernel(
     dscale_ref: Any = None,
 ) -> None:
     dims, config = kernel.dims, kernel.config
-    row, block, head, key_head = tile.query_block(kernel, refs)
+    row, block, head, key_head = tile.query_program(kernel, refs)
 
     def program(keeps_m: bool) -> None:
         rows, exists = row.rows(block, is_full=False)

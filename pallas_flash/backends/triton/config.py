@@ -147,8 +147,8 @@ def pick(
 def forward(width: int, products: Products, compute_capability: str | None) -> Config:
     """For rows of `width` entries, as are the next three.
 
-    On an H200, in ms at S 8192 causal with 16 heads of 128 entries or as many as make that, this
-    beside the next best:
+    On an H200, in ms at B 2, S 8192, causal, with 32 heads of 64 entries, 16 of 80 to 128 or 8 of
+    192 and 256, this beside the next best:
     width 64: 1.49, 64x64/4/3 1.50 (2.83 and 2.91 without causality)
     width 96, 80: 1.03, 1.00; 128x64/4/2 1.19, 1.13
     width 128: 1.21, 256x64/8/4 1.27 (2.32 and 2.28 without causality)

@@ -20,7 +20,7 @@ def _kernel(
     *output_refs: Any,
 ) -> None:
     dims = kernel.dims
-    row, block, head, key_head = tile.query_block(kernel, refs)
+    row, block, head, key_head = tile.query_program(kernel, refs)
     rows, exists = row.rows(block, is_full=False)
     q = row.signed(tile.read(refs.query, row.batch, rows, head, exists))
 

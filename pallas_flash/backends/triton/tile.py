@@ -303,25 +303,28 @@ class BatchRow:
         return Tile(score, slope)
 
 
-def query_block(kernel: Kernel, refs: Operands) -> tuple[BatchRow, jax.Array, jax.Array, jax.Array]:
+def query_program(
+    kernel: Kernel, refs: Operands
+) -> tuple[BatchRow, jax.Array, jax.Array, jax.Array]:
     """Of a program that has a query block: its batch row, block, head and key head."""
     dims = kernel.dims
     blocks = kernel.config.query_blocks(dims)
-    size = _bytes_of_rows(refs.key, refs.value) // dims.group
-    place, head, batch = _place(kernel, blocks, dims.query_heads, size)
+    together = dims.group * (_CACHED_BYTES // _bytes_of_rows(refs.key, refs.value))
+    place, head, batch = _place(kernel, blocks, dims.query_heads, together)
     # From the last block on: with causality it has the most to do.
     block = blocks - 1 - place
     key_head = lax.div(head, jnp.int32(dims.group))
     return BatchRow.read(kernel, refs, batch), block, head, key_head
 
 
-def key_block(kernel: Kernel, refs: Operands) -> tuple[BatchRow, jax.Array, jax.Array]:
+def key_program(kernel: Kernel, refs: Operands) -> tuple[BatchRow, jax.Array, jax.Array]:
     """Of a program that has a key block: its batch row, block and key head."""
     dims = kernel.dims
-    size = 2 * _bytes_of_rows(refs.query) * dims.group
-    # From the first block on, which has the most to do.
     blocks = kernel.config.key_blocks(dims)
-    block, key_head, batch = _place(kernel, blocks, dims.key_heads, size)
+    # Of query and do.
+    together = _CACHED_BYTES // (2 * dims.group * _bytes_of_rows(refs.query))
+    # From the first block on, which has the most to do.
+    block, key_head, batch = _place(kernel, blocks, dims.key_heads, together)
     return BatchRow.read(kernel, refs, batch), block, key_head
 
 
@@ -331,19 +334,20 @@ _CACHED_BYTES = 32 * 2**20
 
 
 def _place(
-    kernel: Kernel, blocks: int, heads: int, bytes_of_a_head: int
+    kernel: Kernel, blocks: int, heads: int, together: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A program's block, counted in the order in which blocks are begun, head and batch row.
 
-    With causality blocks differ in length. Heads are then worked on together, the longest blocks
-    of them all first and the shortest last: head by head, the longest blocks of the last head
-    would be begun when all others are nearly done (16 heads of 8192: a seventh of the time).
+    With causality blocks differ in length. Up to so many heads are then worked on `together`, the
+    longest blocks of them all first and the shortest last: head by head, the longest blocks of the
+    last head would be begun when all others are nearly done (32 heads of 8192 on an H200: a seventh
+    of the time).
     """
-    together = 1
-    if kernel.spec.right is not None and kernel.spec.left is None:
-        most = min(1024, max(1, _CACHED_BYTES // bytes_of_a_head))
-        total = kernel.dims.batch * heads
-        together = max(size for size in range(1, most + 1) if total % size == 0)
+    if kernel.spec.right is None or kernel.spec.left is not None:
+        together = 1
+    total = kernel.dims.batch * heads
+    together = min(max(together, 1), 1024)
+    together = max(size for size in range(1, together + 1) if total % size == 0)
     which, block, several = lowering.program(together, blocks)
     head = several * together + which
     return block, lax.rem(head, jnp.int32(heads)), lax.div(head, jnp.int32(heads))
