@@ -217,7 +217,7 @@ class Truth:
         """
         expected = oracle(inputs)
         plain = evaluate(reference_attention, inputs)
-        rounded = {**expected, **_rounded_gradients(inputs, expected)}
+        rounded = {**expected, **_rounded_gradients(inputs, expected, plain["out"])}
         largest_lse = np.max(np.abs(expected["lse"][np.isfinite(expected["lse"])]), initial=0.0)
         return cls(
             expected,
@@ -238,32 +238,49 @@ class Truth:
         ]
 
 
-def _rounded_gradients(inputs: Inputs, expected: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _rounded_gradients(
+    inputs: Inputs, expected: Mapping[str, np.ndarray], plain_out: np.ndarray
+) -> dict[str, np.ndarray]:
     """Gradients that are exact but for two roundings which a linear-memory backward cannot avoid.
 
-    It takes delta = do . out - dlse from the output as it was rounded, and dx is rounded to the
-    inputs' dtype where it meets k and q. Both leave sums over a row that should vanish a little
-    off: seen where bias has no key axis, and where all keys have much in common.
+    It takes delta = do . out - dlse from the output as it was computed, here by plain attention,
+    and dx is rounded to the inputs' dtype where it meets k and q. Both leave sums over a row that
+    should vanish a little off: seen where bias has no key axis, and where all keys have much in
+    common.
     """
     dtype = inputs.dout.dtype
     out, dout = expected["out"], inputs.dout.astype(np.float64)
-    lost = np.abs(np.sum(dout * (out.astype(dtype).astype(np.float64) - out), axis=-1))
+    lost = np.abs(np.sum(dout * (plain_out.astype(np.float64) - out), axis=-1))
     # An error of delta is one of the cotangent of lse, which is the other half of it. Its sign is
     # another one for the slightest change of out, so that nothing is to cancel.
     delta_error = lost + np.finfo(np.float32).eps * np.sum(np.abs(dout * out), axis=-1)
-    inputs = dataclasses.replace(inputs, dlse=inputs.dlse - delta_error)
+    exact, inputs = inputs, dataclasses.replace(inputs, dlse=inputs.dlse - delta_error)
     gradients = oracle(inputs)
-    if dtype == np.float32:
+    if dtype == np.float32 and "dscale" not in gradients:
         return gradients
     query = _before(inputs, "query", "query_seq_lengths")
     key = _before(inputs, "key", "key_value_seq_lengths")
     (batch, query_length, heads, head_dim), key_length = query.shape, key.shape[1]
     bias = inputs.arrays.get("bias", np.zeros((1, 1, 1, 1), np.float32)).astype(np.float64)
     bias = np.broadcast_to(bias, (batch, heads, query_length, key_length))
-    dx = oracle(dataclasses.replace(inputs, arrays={**inputs.arrays, "bias": bias}))["dbias"]
+    exact_dx, dx = (
+        oracle(dataclasses.replace(x, arrays={**x.arrays, "bias": bias}))["dbias"]
+        for x in (exact, inputs)
+    )
+    keys = np.repeat(key, heads // key.shape[2], axis=2)
+    if "dscale" in gradients:
+        # A sum over all pairs, which may cancel, and then what its terms' roundings come to is no
+        # small part of it. Their signs are as random as those of delta, which is off for all terms
+        # of a row at once; twice what is to be expected, and twice again in the budget.
+        products = np.einsum("btnh,bsnh->bnts", query, keys)
+        rows = np.sum((exact_dx - dx) * products, axis=-1)
+        terms = float(jnp.finfo(dtype).eps) / 2 * dx * products
+        lost = 2 * np.sqrt(np.sum(rows**2) + np.sum(terms**2))
+        gradients = gradients | {"dscale": expected["dscale"] + lost}
+    if dtype == np.float32:
+        return gradients
     dx = dx.astype(dtype).astype(np.float64)
     scale = float(inputs.arrays.get("scale", inputs.options.get("scale", head_dim**-0.5)))
-    keys = np.repeat(key, heads // key.shape[2], axis=2)
     dkeys = scale * np.einsum("bnts,btnh->bsnh", dx, query)
     return gradients | {
         "dquery": scale * np.einsum("bnts,bsnh->btnh", dx, keys),

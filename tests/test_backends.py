@@ -105,6 +105,21 @@ def test_a_device_is_that_of_a_concrete_array_or_the_default():
     assert traced_on == [expected]
 
 
+@pytest.mark.parametrize(
+    ("capability", "expected"), [("9.0", "9.0"), ("12.1", "12.1"), ("gfx942:sramecc+", None)]
+)
+def test_only_nvidia_gpus_have_a_compute_capability(capability, expected, monkeypatch):
+    class Gpu:
+        platform, device_kind, compute_capability, id = "gpu", "some GPU", capability, 0
+
+    monkeypatch.setattr(jax, "devices", lambda *_: [Gpu()])
+    device = backends.Device.of(np.ones(3))
+    assert device == backends.Device("gpu", "some GPU", expected)
+    if expected is None:
+        reasons = backends.load("triton").unsupported_reasons(AttentionSpec(), OPERANDS, device)
+        assert "compute capability 8.0 or later, not gpu (some GPU)" in reasons[0]
+
+
 def test_only_what_runs_is_loaded():
     code = (
         "import sys, jax.numpy as jnp, pallas_flash; x = jnp.ones((1, 4, 1, 8));"

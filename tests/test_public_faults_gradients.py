@@ -208,3 +208,16 @@ def test_scale_of_any_sign(implementation, scale, has_mask, is_traced):
         value = scaled(scale, has_mask, is_traced).arrays["value"][0].astype(np.float64)
         means = np.cumsum(value, axis=0) / np.arange(1, 81)[:, None, None]
         assert error(got["out"][0], means.repeat(2, axis=1)) < 1e-6
+
+
+# Times log2(e) it is beyond float32, and 0 * inf is NaN.
+@each_implementation("xla")
+@pytest.mark.parametrize("is_traced", [False, True], ids=["static", "traced"])
+@pytest.mark.parametrize("scale", [2.4e38, -3.4e38])
+def test_the_largest_scales(implementation, scale, is_traced):
+    inputs = draw(7, "float32", T=8, N=1, H=16)
+    inputs = extend(inputs, query=np.zeros_like(inputs.arrays["query"]))
+    attention = runnable(implementation, inputs)
+    out = attention(**inputs.arrays, scale=np.float32(scale) if is_traced else scale).out
+    mean = inputs.arrays["value"].mean(axis=1, keepdims=True)
+    np.testing.assert_allclose(out, np.broadcast_to(mean, out.shape), rtol=0, atol=1e-6)

@@ -5,6 +5,7 @@ importing the package loads no kernel.
 """
 
 import importlib
+import re
 from dataclasses import dataclass, fields
 from typing import Protocol, Self, runtime_checkable
 
@@ -48,8 +49,10 @@ class Device:
             if target is not None and target.device_kind != device.device_kind:
                 triton = importlib.import_module("jax.experimental.pallas.triton")
                 return cls("gpu", target.device_kind, triton.get_gpu_info().arch_name)
+        # An AMD GPU has one too, such as "gfx942".
         capability = getattr(device, "compute_capability", None)
-        return cls(device.platform, device.device_kind, capability)
+        is_number = capability is not None and re.fullmatch(r"\d+\.\d+", capability)
+        return cls(device.platform, device.device_kind, capability if is_number else None)
 
     def __str__(self) -> str:
         return f"{self.platform} ({self.kind})"

@@ -1,8 +1,8 @@
 """The online softmax of a kernel: `pallas_flash.softmax` in base 2, with a factor put off.
 
 A logit comes as score * factor, in base 2, where factor > 0 is one number for all. The maximum is
-taken of the scores, and p = 2^((score - m) * factor): the difference is exact where it matters, so
-that p is as accurate at a logit of 1e9 as at 1, and the factor costs one product.
+taken of the scores, and p = 2^((score - m) * factor): the difference is exact where it matters and
+adds nothing to what a large score has lost by itself, and the factor costs one product.
 """
 
 import math
@@ -74,7 +74,7 @@ class Finished(NamedTuple):
     log_l: jax.Array  # [rows], in base 2
 
 
-# Up to this, in base 2, a step of lse costs p 4e-5: a sixth of what rounding to float16 does.
+# Below this, in base 2, a step of lse costs p 4e-5: a twelfth of a step of float16.
 _LARGEST_WHOLE_LSE = 1024.0
 
 

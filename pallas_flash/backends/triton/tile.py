@@ -20,9 +20,9 @@ from pallas_flash.backends.triton.softmax import LOG2_E
 from pallas_flash.spec import AttentionSpec, Dims, Operands
 
 _LEAST_NORMAL = float(jnp.finfo(jnp.float32).tiny)
+_LARGEST_FACTOR = float(jnp.finfo(jnp.float32).max) / 2
 
-# A float32 step of 1 times this is 8e-6 in a logit. (The lse has no rounding to 16 bits to hide it
-# behind: at a cap of 900 it was seen outside its budget.)
+# A float32 step of 1 times this is 8e-6 in a logit.
 _LARGEST_ROUGH_CAP = 128.0
 
 
@@ -95,12 +95,15 @@ class Kernel:
 
     Attributes:
       interpret: it runs in Pallas's interpreter.
+      gives_lse: logits have to be as accurate as float32 is, and not as what is left of them in a
+        16-bit output.
     """
 
     spec: AttentionSpec
     dims: Dims
     config: Config
     interpret: bool
+    gives_lse: bool = False
 
 
 @dataclass(frozen=True)
@@ -112,13 +115,14 @@ class BatchRow:
       query_offset: position of its first query.
       query_length: how many queries it has, at most T.
       key_length: how many keys it has, at most S.
-      scale: the logits' factor.
+      scale: what the caller gave, with its sign.
     """
 
     spec: AttentionSpec
     dims: Dims
     config: Config
     interpret: bool
+    has_rough_logits: bool
     has_16_bits: bool
     has_query_lengths: bool
     has_key_lengths: bool
@@ -140,6 +144,7 @@ class BatchRow:
             dims=dims,
             config=kernel.config,
             interpret=kernel.interpret,
+            has_rough_logits=refs.query.dtype != jnp.float32 and not kernel.gives_lse,
             has_16_bits=refs.query.dtype != jnp.float32,
             has_query_lengths=refs.query_seq_lengths is not None,
             has_key_lengths=refs.key_value_seq_lengths is not None,
@@ -167,8 +172,16 @@ class BatchRow:
         if cap is not None:
             return cap * LOG2_E
         if isinstance(self.scale, float):
-            return LOG2_E if _is_zero(self.scale) else abs(self.scale) * LOG2_E
-        return jnp.where(_is_zero(self.scale), 1.0, jnp.abs(self.scale)) * LOG2_E
+            return LOG2_E if _is_zero(self.scale) else abs(self.scale) / self.prefactor * LOG2_E
+        size = jnp.where(_is_zero(self.scale), 1.0, jnp.abs(self.scale))
+        return size / self.prefactor * LOG2_E
+
+    @property
+    def prefactor(self) -> jax.Array | float:
+        """What of the scale goes into scores, so that the largest leave a finite factor."""
+        if isinstance(self.scale, float):
+            return 4.0 if abs(self.scale) > _LARGEST_FACTOR else 1.0
+        return jnp.where(jnp.abs(self.scale) > _LARGEST_FACTOR, 4.0, 1.0)
 
     def signed(self, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Query or key, whichever is read once, times the sign of the scale, which is exact.
@@ -177,9 +190,9 @@ class BatchRow:
         logit. With a scale of 0 it becomes 0 here, and the factor is not.
         """
         if isinstance(self.scale, float):
-            sign = 0.0 if _is_zero(self.scale) else math.copysign(1.0, self.scale)
+            sign = 0.0 if _is_zero(self.scale) else math.copysign(self.prefactor, self.scale)
             return x if sign == 1.0 else tuple(sign * piece for piece in x)
-        sign = jnp.where(_is_zero(self.scale), 0.0, jnp.sign(self.scale))
+        sign = jnp.where(_is_zero(self.scale), 0.0, jnp.sign(self.scale) * self.prefactor)
         return tuple(piece * sign.astype(piece.dtype) for piece in x)
 
     def rows(self, block: jax.Array, *, is_full: bool) -> tuple[jax.Array, jax.Array | None]:
@@ -268,8 +281,8 @@ class BatchRow:
 
     def capped(self, product: jax.Array, cap: float) -> jax.Array:
         """tanh(|scale| * product / cap)."""
-        ratio = jnp.abs(self.scale) / cap
-        if not self.has_16_bits or cap > _LARGEST_ROUGH_CAP:
+        ratio = jnp.abs(self.scale) / self.prefactor / cap
+        if not self.has_rough_logits or cap > _LARGEST_ROUGH_CAP:
             return jnp.tanh(product * ratio)
         # By what the chip has. Near 0 this is some float32 steps of 1 off, not of the result.
         exponential = self.exp2(product * (ratio * (2 * LOG2_E)))
@@ -309,8 +322,8 @@ def query_program(
     """Of a program that has a query block: its batch row, block, head and key head."""
     dims = kernel.dims
     blocks = kernel.config.query_blocks(dims)
-    together = dims.group * (_CACHED_BYTES // _bytes_of_rows(refs.key, refs.value))
-    place, head, batch = _place(kernel, blocks, dims.query_heads, together)
+    together = _CACHED_BYTES // _bytes_of_rows(refs.key, refs.value)
+    place, head, batch = _place(kernel, blocks, dims.group, together)
     # From the last block on: with causality it has the most to do.
     block = blocks - 1 - place
     key_head = lax.div(head, jnp.int32(dims.group))
@@ -322,32 +335,34 @@ def key_program(kernel: Kernel, refs: Operands) -> tuple[BatchRow, jax.Array, ja
     dims = kernel.dims
     blocks = kernel.config.key_blocks(dims)
     # Of query and do.
-    together = _CACHED_BYTES // (2 * dims.group * _bytes_of_rows(refs.query))
+    row_bytes = (dims.head_dim + dims.value_head_dim) * refs.query.dtype.itemsize
+    together = _CACHED_BYTES // (dims.group * dims.query_length * row_bytes)
     # From the first block on, which has the most to do.
-    block, key_head, batch = _place(kernel, blocks, dims.key_heads, together)
+    block, key_head, batch = _place(kernel, blocks, 1, together)
     return BatchRow.read(kernel, refs, batch), block, key_head
 
 
-# What heads that are worked on together may read, for most of it to be read once from memory. L2
-# caches are 40 MB and larger on the cards that have many multiprocessors.
+# What heads that are worked on together may read, for most of it to be read once from memory: the
+# L2 caches of A100 (40 MB), H200 (50 MB), L4 (48 MB) and RTX 4090 (72 MB) hold it.
 _CACHED_BYTES = 32 * 2**20
 
 
 def _place(
-    kernel: Kernel, blocks: int, heads: int, together: int
+    kernel: Kernel, blocks: int, group: int, together: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """A program's block, counted in the order in which blocks are begun, head and batch row.
 
-    With causality blocks differ in length. Up to so many heads are then worked on `together`, the
-    longest blocks of them all first and the shortest last: head by head, the longest blocks of the
-    last head would be begun when all others are nearly done (32 heads of 8192 on an H200: a seventh
-    of the time).
+    Heads are as many as key heads times `group`. With causality blocks differ in length. The heads
+    of up to so many key heads are then worked on `together`, the longest blocks of them all first
+    and the shortest last: head by head, the longest blocks of the last head would be begun when all
+    others are nearly done (32 heads of 8192 on an H200: a seventh of the time).
     """
     if kernel.spec.right is None or kernel.spec.left is not None:
         together = 1
-    total = kernel.dims.batch * heads
+    heads = kernel.dims.key_heads * group
+    total = kernel.dims.batch * kernel.dims.key_heads
     together = min(max(together, 1), 1024)
-    together = max(size for size in range(1, together + 1) if total % size == 0)
+    together = group * max(size for size in range(1, together + 1) if total % size == 0)
     which, block, several = lowering.program(together, blocks)
     head = several * together + which
     return block, lax.rem(head, jnp.int32(heads)), lax.div(head, jnp.int32(heads))
