@@ -181,7 +181,7 @@ class BatchRow:
         """What of the scale goes into scores, so that the largest leave a finite factor."""
         if isinstance(self.scale, float):
             return 4.0 if abs(self.scale) > _LARGEST_FACTOR else 1.0
-        return jnp.where(jnp.abs(self.scale) > _LARGEST_FACTOR, 4.0, 1.0)
+        return 1.0 + 3.0 * (jnp.abs(self.scale) > _LARGEST_FACTOR).astype(jnp.float32)
 
     def signed(self, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """Query or key, whichever is read once, times the sign of the scale, which is exact.
