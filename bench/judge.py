@@ -35,13 +35,9 @@ def _inputs(case: Case, seed: int) -> Inputs:
 
 
 @functools.cache
-def _truth(case: Case, seed: int) -> Truth:
-    return Truth.of(_inputs(case, seed))
-
-
 def reference(case: Case, seed: int) -> Truth:
     """What the reduced problem should give. Kept."""
-    return _truth(problems.reduced(case), seed)
+    return Truth.of(_inputs(problems.reduced(case), seed))
 
 
 def judge(

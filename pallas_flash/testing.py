@@ -263,17 +263,18 @@ def _rounded_gradients(
     (batch, query_length, heads, head_dim), key_length = query.shape, key.shape[1]
     bias = inputs.arrays.get("bias", np.zeros((1, 1, 1, 1), np.float32)).astype(np.float64)
     bias = np.broadcast_to(bias, (batch, heads, query_length, key_length))
-    exact_dx, dx = (
-        oracle(dataclasses.replace(x, arrays={**x.arrays, "bias": bias}))["dbias"]
-        for x in (exact, inputs)
-    )
+
+    def dx_of(inputs: Inputs) -> np.ndarray:
+        return oracle(dataclasses.replace(inputs, arrays={**inputs.arrays, "bias": bias}))["dbias"]
+
+    dx = dx_of(inputs)
     keys = np.repeat(key, heads // key.shape[2], axis=2)
     if "dscale" in gradients:
         # A sum over all pairs, which may cancel, and then what its terms' roundings come to is no
         # small part of it. Their signs are as random as those of delta, which is off for all terms
         # of a row at once; twice what is to be expected, and twice again in the budget.
         products = np.einsum("btnh,bsnh->bnts", query, keys)
-        rows = np.sum((exact_dx - dx) * products, axis=-1)
+        rows = np.sum((dx_of(exact) - dx) * products, axis=-1)
         terms = float(jnp.finfo(dtype).eps) / 2 * dx * products
         lost = 2 * np.sqrt(np.sum(rows**2) + np.sum(terms**2))
         gradients = gradients | {"dscale": expected["dscale"] + lost}

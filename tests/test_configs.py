@@ -9,7 +9,7 @@ import pytest
 from implementations import INTERPRET, judge, truth
 
 from pallas_flash import flash_attention_with_lse
-from pallas_flash.backends.triton import TritonBackend, config, tile
+from pallas_flash.backends.triton import TritonBackend, config, schedule
 from pallas_flash.backends.triton.config import Config, Configs
 from pallas_flash.spec import Dims
 from pallas_flash.testing import Case, evaluate, make_inputs
@@ -63,7 +63,7 @@ def test_every_config_that_can_be_picked_gives_the_answer(configs, seed, on_cpu)
 @pytest.mark.parametrize("cached_bytes", [0, 10240, 20480, 40960, 10**6])
 def test_any_number_of_heads_is_worked_on_together(cached_bytes, seed, on_cpu, monkeypatch):
     case = Case(B=2, T=40, S=70, N=6, K=3, H=16, is_causal=True)
-    monkeypatch.setattr(tile, "_CACHED_BYTES", cached_bytes)
+    monkeypatch.setattr(schedule, "_CACHED_BYTES", cached_bytes)
     # Traces are kept, and do not hang on the module's constants.
     jax.clear_caches()
     _, wrong = judge(INTERPRET, make_inputs, case, seed)

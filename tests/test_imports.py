@@ -21,6 +21,7 @@ ALLOWED = {
     "backends.triton.backward": {
         "backends.triton.config",
         "backends.triton.lowering",
+        "backends.triton.schedule",
         "backends.triton.tile",
         "sharding",
         "spec",
@@ -29,12 +30,14 @@ ALLOWED = {
     "backends.triton.forward": {
         "backends.triton.config",
         "backends.triton.lowering",
+        "backends.triton.schedule",
         "backends.triton.softmax",
         "backends.triton.tile",
         "sharding",
         "spec",
     },
     "backends.triton.lowering": {"backends.triton.config"},
+    "backends.triton.schedule": {"backends.triton.lowering", "backends.triton.tile", "spec"},
     "backends.triton.softmax": set(),
     "backends.triton.tile": {
         "backends.triton.config",

@@ -32,7 +32,8 @@ def _free_bytes() -> int:
 
 
 @pytest.mark.skipif(
-    jax.default_backend() != "gpu" or _free_bytes() < _NEEDED_BYTES, reason="needs a large GPU"
+    jax.default_backend() != "gpu" or _free_bytes() < _NEEDED_BYTES,
+    reason="needs a GPU with 52 GB free",
 )
 def test_more_than_2_to_the_31_elements(seed):
     shape = (2, 4100, 2048, 128)

@@ -87,10 +87,10 @@ def test_shared_memory_fits_the_smallest_card(head_dim, dtype, capability):
             compiled = compile_for(kernel, capability)
             # A tenth is left for what another version of the compiler may add.
             assert compiled.shared_bytes <= 0.9 * 1024 * SHARED_MEMORY[capability], kernel.name
-            # More than this is a tile that does not fit the registers. There are three loops: up to
-            # the full tiles, these, and those after; in 16 bits the backward has each twice.
+            # More than this is a tile that does not fit the registers. In 16 bits a kernel of the
+            # backward is two programs, and the one for large logits keeps a statistic more.
             is_two = dtype != "float32" and "gradient" in kernel.name
-            assert compiled.spilled_bytes <= 1024 * 3 * (2 if is_two else 1), kernel.name
+            assert compiled.spilled_bytes <= (5120 if is_two else 2048), kernel.name
             if capability == "9.0" and dtype == "bfloat16" and head_dim <= 128:
                 assert "wgmma.mma_async" in compiled.ptx, kernel.name
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash import sharding
-from pallas_flash.backends.triton import lowering, tile
+from pallas_flash.backends.triton import lowering, schedule, tile
 from pallas_flash.backends.triton.config import Config, Configs, widths
 from pallas_flash.spec import DIFFERENTIABLE, AttentionSpec, Dims, Operands, Residuals
 
@@ -122,7 +122,7 @@ def _key_gradient_kernel(
     *gradient_refs: Any,
 ) -> None:
     dims, config = kernel.dims, kernel.config
-    row, block, key_head = tile.key_program(kernel, refs)
+    row, block, key_head = schedule.key_program(kernel, refs)
 
     def program(reads_m: bool) -> None:
         columns, exists = row.columns(block, is_full=False)
@@ -180,7 +180,7 @@ def _query_gradient_kernel(
     dscale_ref: Any = None,
 ) -> None:
     dims, config = kernel.dims, kernel.config
-    row, block, head, key_head = tile.query_program(kernel, refs)
+    row, block, head, key_head = schedule.query_program(kernel, refs)
 
     def program(reads_m: bool) -> None:
         rows, exists = row.rows(block, is_full=False)

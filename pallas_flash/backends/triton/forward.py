@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import sharding
-from pallas_flash.backends.triton import lowering, softmax, tile
+from pallas_flash.backends.triton import lowering, schedule, softmax, tile
 from pallas_flash.backends.triton.config import Config, widths
 from pallas_flash.spec import AttentionSpec, Dims, ForwardOutput, Operands
 
@@ -20,7 +20,7 @@ def _kernel(
     *output_refs: Any,
 ) -> None:
     dims = kernel.dims
-    row, block, head, key_head = tile.query_program(kernel, refs)
+    row, block, head, key_head = schedule.query_program(kernel, refs)
     rows, exists = row.rows(block, is_full=False)
     q = row.signed(tile.read(refs.query, row.batch, rows, head, exists))
 

@@ -118,11 +118,7 @@ class BatchRow:
       scale: what the caller gave, with its sign.
     """
 
-    spec: AttentionSpec
-    dims: Dims
-    config: Config
-    interpret: bool
-    has_rough_logits: bool
+    kernel: Kernel
     has_16_bits: bool
     has_query_lengths: bool
     has_key_lengths: bool
@@ -140,11 +136,7 @@ class BatchRow:
             return most if ref is None else jnp.minimum(ref[batch], most)
 
         return cls(
-            spec=spec,
-            dims=dims,
-            config=kernel.config,
-            interpret=kernel.interpret,
-            has_rough_logits=refs.query.dtype != jnp.float32 and not kernel.gives_lse,
+            kernel=kernel,
             has_16_bits=refs.query.dtype != jnp.float32,
             has_query_lengths=refs.query_seq_lengths is not None,
             has_key_lengths=refs.key_value_seq_lengths is not None,
@@ -158,17 +150,19 @@ class BatchRow:
     @property
     def has_ragged_queries(self) -> bool:
         """Whether a block may hold queries that do not exist."""
-        return self.has_query_lengths or self.dims.query_length % self.config.block_q > 0
+        return (
+            self.has_query_lengths or self.kernel.dims.query_length % self.kernel.config.block_q > 0
+        )
 
     @property
     def has_ragged_keys(self) -> bool:
         """Whether a block may hold keys that do not exist."""
-        return self.has_key_lengths or self.dims.key_length % self.config.block_k > 0
+        return self.has_key_lengths or self.kernel.dims.key_length % self.kernel.config.block_k > 0
 
     @property
     def factor(self) -> jax.Array | float:
         """What takes a score to a logit in base 2, > 0."""
-        cap = self.spec.logits_soft_cap
+        cap = self.kernel.spec.logits_soft_cap
         if cap is not None:
             return cap * LOG2_E
         if isinstance(self.scale, float):
@@ -200,12 +194,16 @@ class BatchRow:
 
         A full block has no others: see `fold_keys`.
         """
-        rows = block * self.config.block_q + jnp.arange(self.config.block_q, dtype=jnp.int32)
+        rows = block * self.kernel.config.block_q + jnp.arange(
+            self.kernel.config.block_q, dtype=jnp.int32
+        )
         return rows, rows < self.query_length if self.has_ragged_queries and not is_full else None
 
     def columns(self, block: jax.Array, *, is_full: bool) -> tuple[jax.Array, jax.Array | None]:
         """The keys of a block, int32 [block_k], and which of them exist; None: all do."""
-        columns = block * self.config.block_k + jnp.arange(self.config.block_k, dtype=jnp.int32)
+        columns = block * self.kernel.config.block_k + jnp.arange(
+            self.kernel.config.block_k, dtype=jnp.int32
+        )
         exists = columns < self.key_length if self.has_ragged_keys and not is_full else None
         return columns, exists
 
@@ -215,41 +213,41 @@ class BatchRow:
         `body(key_block, state, is_full)`: with is_full, each query of the one sees each key of the
         other.
         """
-        first = block * self.config.block_q
-        last = jnp.minimum(first + self.config.block_q, self.query_length) - 1
+        first = block * self.kernel.config.block_q
+        last = jnp.minimum(first + self.kernel.config.block_q, self.query_length) - 1
         stretch = masks.key_blocks(
-            self.spec,
+            self.kernel.spec,
             first + self.query_offset,
             last + self.query_offset,
             _if(first <= last, self.key_length),
-            self.config.block_k,
+            self.kernel.config.block_k,
         )
         return _fold(
             stretch,
             body,
             state,
-            has_partial_start=self.spec.left is not None,
-            has_partial_stop=self.spec.right is not None or self.has_ragged_keys,
+            has_partial_start=self.kernel.spec.left is not None,
+            has_partial_stop=self.kernel.spec.right is not None or self.has_ragged_keys,
         )
 
     def fold_queries(self, block: jax.Array, body: Callable, state: Any) -> Any:
         """`state` folded over the query blocks that need a key block, as in `fold_keys`."""
-        first = block * self.config.block_k
-        last = jnp.minimum(first + self.config.block_k, self.key_length) - 1
+        first = block * self.kernel.config.block_k
+        last = jnp.minimum(first + self.kernel.config.block_k, self.key_length) - 1
         stretch = masks.query_blocks(
-            self.spec,
+            self.kernel.spec,
             first,
             last,
             _if(first <= last, self.query_length),
             self.query_offset,
-            self.config.block_q,
+            self.kernel.config.block_q,
         )
         return _fold(
             stretch,
             body,
             state,
-            has_partial_start=self.spec.right is not None,
-            has_partial_stop=self.spec.left is not None or self.has_ragged_queries,
+            has_partial_start=self.kernel.spec.right is not None,
+            has_partial_stop=self.kernel.spec.left is not None or self.has_ragged_queries,
         )
 
     def dot(self, x: tuple[jax.Array, ...], y: tuple[jax.Array, ...]) -> jax.Array:
@@ -271,22 +269,22 @@ class BatchRow:
             x,
             y,
             (((over_x,), (over_y,)), ((), ())),
-            precision=self.spec.precision if x.dtype == jnp.float32 else None,
+            precision=self.kernel.spec.precision if x.dtype == jnp.float32 else None,
             preferred_element_type=jnp.float32,
         )
 
     def exp2(self, x: jax.Array) -> jax.Array:
         """2^x, float32."""
-        return lowering.exp2(x, interpret=self.interpret)
+        return lowering.exp2(x, interpret=self.kernel.interpret)
 
     def capped(self, product: jax.Array, cap: float) -> jax.Array:
         """tanh(|scale| * product / cap)."""
         ratio = jnp.abs(self.scale) / self.prefactor / cap
-        if not self.has_rough_logits or cap > _LARGEST_ROUGH_CAP:
+        if not self.has_16_bits or self.kernel.gives_lse or cap > _LARGEST_ROUGH_CAP:
             return jnp.tanh(product * ratio)
         # By what the chip has. Near 0 this is some float32 steps of 1 off, not of the result.
         exponential = self.exp2(product * (ratio * (2 * LOG2_E)))
-        return 1.0 - 2.0 * lowering.reciprocal(1.0 + exponential, interpret=self.interpret)
+        return 1.0 - 2.0 * lowering.reciprocal(1.0 + exponential, interpret=self.kernel.interpret)
 
     def tile(
         self, product: jax.Array, rows: jax.Array, columns: jax.Array, *, is_full: bool
@@ -300,13 +298,13 @@ class BatchRow:
           is_full: each query sees each key.
         """
         score, slope = product, None
-        cap = self.spec.logits_soft_cap
+        cap = self.kernel.spec.logits_soft_cap
         if cap is not None:
             score = self.capped(product, cap)
             slope = 1.0 - score * score
         if not is_full:
             visible = masks.visible(
-                self.spec,
+                self.kernel.spec,
                 rows + self.query_offset,
                 columns,
                 key_length=self.key_length if self.has_ragged_keys else None,
@@ -314,63 +312,6 @@ class BatchRow:
             if visible is not None:
                 score = jnp.where(visible, score, -jnp.inf)
         return Tile(score, slope)
-
-
-def query_program(
-    kernel: Kernel, refs: Operands
-) -> tuple[BatchRow, jax.Array, jax.Array, jax.Array]:
-    """Of a program that has a query block: its batch row, block, head and key head."""
-    dims = kernel.dims
-    blocks = kernel.config.query_blocks(dims)
-    together = _CACHED_BYTES // _bytes_of_rows(refs.key, refs.value)
-    place, head, batch = _place(kernel, blocks, dims.group, together)
-    # From the last block on: with causality it has the most to do.
-    block = blocks - 1 - place
-    key_head = lax.div(head, jnp.int32(dims.group))
-    return BatchRow.read(kernel, refs, batch), block, head, key_head
-
-
-def key_program(kernel: Kernel, refs: Operands) -> tuple[BatchRow, jax.Array, jax.Array]:
-    """Of a program that has a key block: its batch row, block and key head."""
-    dims = kernel.dims
-    blocks = kernel.config.key_blocks(dims)
-    # Of query and do.
-    row_bytes = (dims.head_dim + dims.value_head_dim) * refs.query.dtype.itemsize
-    together = _CACHED_BYTES // (dims.group * dims.query_length * row_bytes)
-    # From the first block on, which has the most to do.
-    block, key_head, batch = _place(kernel, blocks, 1, together)
-    return BatchRow.read(kernel, refs, batch), block, key_head
-
-
-# What heads that are worked on together may read, for most of it to be read once from memory: the
-# L2 caches of A100 (40 MB), H200 (50 MB), L4 (48 MB) and RTX 4090 (72 MB) hold it.
-_CACHED_BYTES = 32 * 2**20
-
-
-def _place(
-    kernel: Kernel, blocks: int, group: int, together: int
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """A program's block, counted in the order in which blocks are begun, head and batch row.
-
-    Heads are as many as key heads times `group`. With causality blocks differ in length. The heads
-    of up to so many key heads are then worked on `together`, the longest blocks of them all first
-    and the shortest last: head by head, the longest blocks of the last head would be begun when all
-    others are nearly done (32 heads of 8192 on an H200: a seventh of the time).
-    """
-    if kernel.spec.right is None or kernel.spec.left is not None:
-        together = 1
-    heads = kernel.dims.key_heads * group
-    total = kernel.dims.batch * kernel.dims.key_heads
-    together = min(max(together, 1), 1024)
-    together = group * max(size for size in range(1, together + 1) if total % size == 0)
-    which, block, several = lowering.program(together, blocks)
-    head = several * together + which
-    return block, lax.rem(head, jnp.int32(heads)), lax.div(head, jnp.int32(heads))
-
-
-def _bytes_of_rows(*refs: Any) -> int:
-    """Of one head, of references to [B, length, heads, head dim]."""
-    return sum(ref.shape[1] * ref.shape[3] * ref.dtype.itemsize for ref in refs)
 
 
 def _is_zero(scale: jax.Array | float) -> jax.Array | bool:
