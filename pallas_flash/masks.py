@@ -99,6 +99,10 @@ class Stretch(NamedTuple):
     full_last: jax.Array
     last: jax.Array
 
+    def only_if(self, condition: jax.Array) -> "Stretch":
+        """The same, or no block."""
+        return Stretch(*(condition.astype(jnp.int32) * block for block in self))
+
 
 def key_blocks(
     spec: AttentionSpec,
@@ -112,6 +116,13 @@ def key_blocks(
     stop = key_length if spec.right is None else q_first + spec.right + 1
     needed = key_range(spec, q_first, q_last, key_length)
     return _stretch(*blocks(*needed, block_size), start, jnp.minimum(stop, key_length), block_size)
+
+
+def has_full_blocks(spec: AttentionSpec, block_q: int, block_k: int) -> bool:
+    """Whether a window is wide enough for all queries of a block to see all keys of one."""
+    if spec.left is None or spec.right is None:
+        return True
+    return spec.left + 1 + spec.right >= block_q + block_k - 1
 
 
 def query_blocks(

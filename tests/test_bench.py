@@ -227,6 +227,7 @@ def test_the_script_runs_on_a_cpu(tmp_path):
             assert not rows[name]["reason"]
             assert rows[name]["ms"] > 0
             assert name in printed
-        assert "cuDNN" in rows["jax-cudnn"]["reason"]
+        # With a word of cuDNN, or where JAX has it, that a CPU does not.
+        assert rows["jax-cudnn"]["reason"].startswith("refused: ")
         assert rows["mha"]["reason"] == "refused: it has no local_window_size"
         assert rows["ours-triton"]["reason"].startswith("refused: no implementation can run")

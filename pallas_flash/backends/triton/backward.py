@@ -74,18 +74,9 @@ def _with_or_without_m(
     if has_m_ref is None:
         program(True)
         return
-    times = (has_m_ref[batch, key_head] > 0).astype(jnp.int32)
-
-    # Loops that run once or never: each branch of a `lax.cond` would have shared memory of its own.
-    def run(reads_m: bool, times: jax.Array) -> None:
-        def once(_: jax.Array, nothing: jax.Array) -> jax.Array:
-            program(reads_m)
-            return nothing
-
-        lax.fori_loop(0, times, once, 0)
-
-    run(True, times)
-    run(False, 1 - times)
+    reads_m = has_m_ref[batch, key_head] > 0
+    lowering.run_if(reads_m, lambda: program(True))
+    lowering.run_if(~reads_m, lambda: program(False))
 
 
 def _weights(
@@ -93,7 +84,7 @@ def _weights(
 ) -> jax.Array:
     """p of a tile, to which the last two broadcast."""
     if m is None:
-        return row.exp2(logits.score * row.factor - log_l)
+        return row.weights(logits.score, log_l)
     # At most 1 in exact arithmetic; where logits are so large that a float32 step is many units,
     # the two passes' roundings may differ, and the exponential must not overflow.
     return row.exp2(jnp.minimum((logits.score - m) * row.factor - log_l, 0.0))
@@ -150,7 +141,7 @@ def _key_gradient_kernel(
                     dk = _add(dk, row.weigh(dx, q))
                 return _KeySums(dk, dv)
 
-            return row.fold_queries(block, query_block, sums)
+            return row.fold_queries(row.query_blocks(block), query_block, sums)
 
         sums = _KeySums(
             _zeros(config.block_k, dims.head_dim) if with_dk else None,
@@ -201,7 +192,8 @@ def _query_gradient_kernel(
             dx = _logit_gradient(logits, p, dp, delta[:, None])
             return _add(dq, row.weigh(dx, k))
 
-        dq = row.fold_keys(block, key_block, _zeros(config.block_q, dims.head_dim))
+        dq = _zeros(config.block_q, dims.head_dim)
+        dq = row.fold_keys(row.key_blocks(block), key_block, dq)
         is_stored = rows < dims.query_length
         scaled = tuple(row.scale * piece for piece in dq)
         tile.write(dq_ref, row.batch, rows, head, is_stored, scaled)

@@ -147,13 +147,14 @@ def pick(
 def forward(width: int, products: Products, compute_capability: str | None) -> Config:
     """For rows of `width` entries, as are the next three.
 
-    On an H200, in ms at B 2, S 8192, causal, with 32 heads of 64 entries, 16 of 80 to 128 or 8 of
-    192 and 256, this beside the next best:
-    width 64: 1.49, 64x64/4/3 1.50 (2.83 and 2.91 without causality)
-    width 96, 80: 1.03, 1.00; 128x64/4/2 1.19, 1.13
-    width 128: 1.21, 256x64/8/4 1.27 (2.32 and 2.28 without causality)
-    width 192: 1.00, 128x64/8/2 1.24
-    width 256: 1.26, 128x32/8/3 1.39
+    On an H200, in ms in bfloat16 at B 2, S 8192, causal, with 32 heads of 64 entries, 16 of 80 to
+    128 or 8 of 192 and 256, this beside the next best:
+    width 64: 1.32, 128x64/4/4 1.34 (2.63 and 2.60 without causality)
+    width 96, 80: 0.87, 0.78; 256x64/8/3 0.99, 1.02
+    width 128: 1.06, 256x64/8/3 1.05 (2.02 and 2.03 without causality; 0.54 and 0.58 at S 4096, 32
+    heads on 8)
+    width 192: 0.88, 128x32/8/3 0.99
+    width 256: 1.07, 128x32/8/3 1.19
     """
     room = _shared_memory(compute_capability)
     if products is Products.EXACT:
@@ -167,8 +168,6 @@ def forward(width: int, products: Products, compute_capability: str | None) -> C
     if width > 256:
         return Config(64, 32, 8, 1) if room > 163 else Config(16, 32, 8, 1)
     if compute_capability == "9.0":
-        if width <= 64:
-            return Config(64, 128, 4, 2)
         if width <= 128:
             return Config(128, 64, 4, 3 if width < 128 else 2)
         return Config(128, 64, 8, 3 if width < 256 else 2)

@@ -31,22 +31,33 @@ def exp2(x: jax.Array, *, interpret: bool) -> jax.Array:
       x: float32.
       interpret: whether this is for Pallas's interpreter, which knows no such instruction.
     """
-    return jnp.exp2(x) if interpret else _instruction("ex2.approx.ftz.f32", x)
+    return jnp.exp2(x) if interpret else _assembly("ex2.approx.ftz.f32 $0, $1;", x)
 
 
 def reciprocal(x: jax.Array, *, interpret: bool) -> jax.Array:
     """1 / x of float32, likewise, to a step in the last place."""
-    return 1.0 / x if interpret else _instruction("rcp.approx.ftz.f32", x)
+    return 1.0 / x if interpret else _assembly("rcp.approx.ftz.f32 $0, $1;", x)
 
 
-def _instruction(name: str, x: jax.Array) -> jax.Array:
-    """PTX of one float32 and to one."""
+def fused_difference(x: jax.Array, y: jax.Array, z: jax.Array, *, interpret: bool) -> jax.Array:
+    """x * y - z of float32, which broadcast, rounded once: as one instruction.
+
+    XLA forbids the compiler to make one of two.
+    """
+    if interpret:
+        return x * y - z
+    return _assembly("{ .reg .f32 n; neg.f32 n, $3; fma.rn.f32 $0, $1, $2, n; }", x, y, z)
+
+
+def _assembly(ptx: str, *args: jax.Array) -> jax.Array:
+    """PTX from float32 $1, $2, ..., which broadcast, to one $0."""
+    shape = jnp.broadcast_shapes(*(x.shape for x in args))
     (y,) = triton.elementwise_inline_asm(
-        f"{name} $0, $1;",
-        args=[x],
-        constraints="=f,f",
+        ptx,
+        args=[jnp.broadcast_to(x, shape) for x in args],
+        constraints="=f" + ",f" * len(args),
         pack=1,
-        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+        result_shape_dtypes=[jax.ShapeDtypeStruct(shape, jnp.float32)],
     )
     return y
 
@@ -62,6 +73,18 @@ def program(*sizes: int) -> tuple[jax.Array, ...]:
         place.append(lax.rem(rest, jnp.int32(size)))
         rest = lax.div(rest, jnp.int32(size))
     return (*place, rest)
+
+
+def run_if(condition: jax.Array, body: Callable[[], None]) -> None:
+    """Run `body`, which stores and returns nothing, where the condition, bool [], holds."""
+
+    def once(_: jax.Array, nothing: jax.Array) -> jax.Array:
+        body()
+        return nothing
+
+    # A loop that runs once or never: each branch of a `lax.cond` would have shared memory of its
+    # own.
+    lax.fori_loop(0, condition.astype(jnp.int32), once, 0)
 
 
 def launch(

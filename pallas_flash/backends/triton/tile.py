@@ -4,8 +4,9 @@ A tile is a block of queries against a block of keys, or, where a kernel would r
 transpose: positions come as a column and a row, and everything here broadcasts.
 """
 
+import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
@@ -44,6 +45,19 @@ def read(
         if mask is None:
             return lowering.load(ref.at[index])
         return lowering.load(ref.at[index], mask=mask, other=0.0)
+
+    return tuple(piece(start, width) for start, width in pieces(ref.shape[3]))
+
+
+def read_row(ref: Any, batch: jax.Array, row: jax.Array, head: jax.Array) -> tuple[jax.Array, ...]:
+    """One row, which exists, in pieces of [width]."""
+
+    def piece(start: int, width: int) -> jax.Array:
+        columns = start + jnp.arange(width, dtype=jnp.int32)
+        where = ref.at[batch, row, head, columns]
+        if start + width <= ref.shape[3]:
+            return lowering.load(where)
+        return lowering.load(where, mask=columns < ref.shape[3], other=0.0)
 
     return tuple(piece(start, width) for start, width in pieces(ref.shape[3]))
 
@@ -104,6 +118,11 @@ class Kernel:
     config: Config
     interpret: bool
     gives_lse: bool = False
+
+    @property
+    def has_full_blocks(self) -> bool:
+        """Whether there can be a block of keys of which each query of a block sees each."""
+        return masks.has_full_blocks(self.spec, self.config.block_q, self.config.block_k)
 
 
 @dataclass(frozen=True)
@@ -207,21 +226,37 @@ class BatchRow:
         exists = columns < self.key_length if self.has_ragged_keys and not is_full else None
         return columns, exists
 
-    def fold_keys(self, block: jax.Array, body: Callable, state: Any) -> Any:
-        """`state` folded over the key blocks that a query block needs.
-
-        `body(key_block, state, is_full)`: with is_full, each query of the one sees each key of the
-        other.
-        """
+    def key_blocks(self, block: jax.Array) -> masks.Stretch:
+        """The key blocks that a query block needs."""
         first = block * self.kernel.config.block_q
         last = jnp.minimum(first + self.kernel.config.block_q, self.query_length) - 1
-        stretch = masks.key_blocks(
+        return masks.key_blocks(
             self.kernel.spec,
             first + self.query_offset,
             last + self.query_offset,
             _if(first <= last, self.key_length),
             self.kernel.config.block_k,
         )
+
+    def query_blocks(self, block: jax.Array) -> masks.Stretch:
+        """The query blocks that need a key block."""
+        first = block * self.kernel.config.block_k
+        last = jnp.minimum(first + self.kernel.config.block_k, self.key_length) - 1
+        return masks.query_blocks(
+            self.kernel.spec,
+            first,
+            last,
+            _if(first <= last, self.query_length),
+            self.query_offset,
+            self.kernel.config.block_q,
+        )
+
+    def fold_keys(self, stretch: masks.Stretch, body: Callable, state: Any) -> Any:
+        """`state` folded over key blocks.
+
+        `body(key_block, state, is_full)`: with is_full, each query of the one sees each key of the
+        other.
+        """
         return _fold(
             stretch,
             body,
@@ -230,18 +265,8 @@ class BatchRow:
             has_partial_stop=self.kernel.spec.right is not None or self.has_ragged_keys,
         )
 
-    def fold_queries(self, block: jax.Array, body: Callable, state: Any) -> Any:
-        """`state` folded over the query blocks that need a key block, as in `fold_keys`."""
-        first = block * self.kernel.config.block_k
-        last = jnp.minimum(first + self.kernel.config.block_k, self.key_length) - 1
-        stretch = masks.query_blocks(
-            self.kernel.spec,
-            first,
-            last,
-            _if(first <= last, self.query_length),
-            self.query_offset,
-            self.kernel.config.block_q,
-        )
+    def fold_queries(self, stretch: masks.Stretch, body: Callable, state: Any) -> Any:
+        """`state` folded over query blocks, as in `fold_keys`."""
         return _fold(
             stretch,
             body,
@@ -252,11 +277,14 @@ class BatchRow:
 
     def dot(self, x: tuple[jax.Array, ...], y: tuple[jax.Array, ...]) -> jax.Array:
         """x . y^T over the head dim, which comes in pieces."""
-        products = [self.product(a, b, (1, 1)) for a, b in zip(x, y, strict=True)]
-        total = products[0]
-        for product in products[1:]:
-            total = total + product
-        return total
+        return _sum(self.product(a, b, (1, 1)) for a, b in zip(x, y, strict=True))
+
+    def dot_row(self, x: tuple[jax.Array, ...], y: tuple[jax.Array, ...]) -> jax.Array:
+        """Likewise of one row y, float32 [rows of x]; not for a tensor core."""
+        return _sum(
+            jnp.sum(a.astype(jnp.float32) * b.astype(jnp.float32)[None, :], axis=1)
+            for a, b in zip(x, y, strict=True)
+        )
 
     def weigh(self, p: jax.Array, x: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         """p . x for each piece, p rounded to the pieces' dtype."""
@@ -276,6 +304,13 @@ class BatchRow:
     def exp2(self, x: jax.Array) -> jax.Array:
         """2^x, float32."""
         return lowering.exp2(x, interpret=self.kernel.interpret)
+
+    def weights(self, score: jax.Array, whole: jax.Array) -> jax.Array:
+        """2^(score * factor - whole), float32, to whose shape the last broadcasts."""
+        factor = jnp.asarray(self.factor, jnp.float32)
+        interpret = self.kernel.interpret
+        logit = lowering.fused_difference(score, factor, whole, interpret=interpret)
+        return self.exp2(logit)
 
     def capped(self, product: jax.Array, cap: float) -> jax.Array:
         """tanh(|scale| * product / cap)."""
@@ -317,6 +352,11 @@ class BatchRow:
 def _is_zero(scale: jax.Array | float) -> jax.Array | bool:
     """Below its normal numbers a GPU takes float32 for 0, and -inf * 0 is NaN."""
     return abs(scale) < _LEAST_NORMAL
+
+
+def _sum(terms: Iterable[jax.Array]) -> jax.Array:
+    """Of some; `sum` would begin with a 0."""
+    return functools.reduce(jnp.add, terms)
 
 
 def _if(condition: jax.Array, length: jax.Array | int) -> jax.Array:
