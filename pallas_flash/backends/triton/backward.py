@@ -84,10 +84,10 @@ def _weights(
 ) -> jax.Array:
     """p of a tile, to which the last two broadcast."""
     if m is None:
-        return row.weights(logits.score, log_l)
+        return row.weights(logits.score, log_l - row.offset)
     # At most 1 in exact arithmetic; where logits are so large that a float32 step is many units,
     # the two passes' roundings may differ, and the exponential must not overflow.
-    return row.exp2(jnp.minimum((logits.score - m) * row.factor - log_l, 0.0))
+    return row.exp2(jnp.minimum((logits.score - m) * row.factor - (log_l - row.offset), 0.0))
 
 
 def _logit_gradient(logits: tile.Tile, p: jax.Array, dp: jax.Array, delta: jax.Array) -> jax.Array:

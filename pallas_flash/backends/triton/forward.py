@@ -53,7 +53,7 @@ def _kernel(
 
     def write(state: softmax.SoftmaxState, factor: softmax.Factor) -> None:
         is_row = exists if row.has_query_lengths else None
-        result = softmax.finish(state, factor, is_row, keeps_m=not row.has_16_bits)
+        result = softmax.finish(state, factor, row.offset, is_row, keeps_m=not row.has_16_bits)
         # l is never below 0, which no compiler knows. So where a row lies is reckoned here, and not
         # where the query is read, to wait in memory for the end of the loop: that took 6 % of the
         # time at a length of 2048 (H200).

@@ -1,8 +1,9 @@
 """The online softmax of a kernel: `pallas_flash.softmax` in base 2, with a factor put off.
 
-A logit comes as score * factor, in base 2, where factor > 0 is one number for all. The maximum is
-taken of the scores, and p = 2^((score - m) * factor): the difference is exact where it matters and
-adds nothing to what a large score has lost by itself, and the factor costs one product.
+A logit comes as score * factor + offset, in base 2, where factor > 0 and offset are one number each
+for all, and on the latter hangs lse alone. The maximum is taken of the scores, and
+p = 2^((score - m) * factor): the difference is exact where it matters and adds nothing to what a
+large score has lost by itself, and the factor costs one product.
 """
 
 import math
@@ -113,13 +114,14 @@ _LARGEST_WHOLE_LSE = 1024.0
 
 
 def finish(
-    state: SoftmaxState, factor: Factor, is_row: jax.Array | None, *, keeps_m: bool
+    state: SoftmaxState, factor: Factor, offset: float, is_row: jax.Array | None, *, keeps_m: bool
 ) -> Finished:
     """Normalise.
 
     Args:
       state: of [rows].
       factor: as in `update`.
+      offset: what logits in base 2 are above score * factor. 0 where any m is kept.
       is_row: which rows are any, bool [rows]; the others see nothing. None: all are.
       keeps_m: every row keeps its maximum, and not only those with a large lse.
     """
@@ -129,10 +131,10 @@ def finish(
     divisor = jnp.where(is_empty, 1.0, state.l)
     log_l = jnp.log(divisor)
     out = tuple(jnp.where(is_empty[:, None], 0.0, x / divisor[:, None]) for x in state.acc)
-    lse = jnp.where(is_empty, -jnp.inf, state.m * (factor * LN_2) + log_l)
+    lse = jnp.where(is_empty, -jnp.inf, state.m * (factor * LN_2) + offset * LN_2 + log_l)
     m, log_l = state.m, log_l * LOG2_E
     if not keeps_m:
-        whole = m * factor + log_l
+        whole = m * factor + offset + log_l
         is_large = jnp.abs(whole) > _LARGEST_WHOLE_LSE
         m, log_l = jnp.where(is_large, m, 0.0), jnp.where(is_large, log_l, whole)
     return Finished(out, lse, jnp.where(is_empty, 0.0, m), jnp.where(is_empty, jnp.inf, log_l))

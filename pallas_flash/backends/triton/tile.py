@@ -97,7 +97,7 @@ def _index(
 
 
 class Tile(NamedTuple):
-    """The logits of a tile: score * factor is the logit in base 2."""
+    """The logits of a tile: score * factor + offset is the logit in base 2."""
 
     score: jax.Array  # float32, -inf where masked
     slope: jax.Array | None  # d capped / d uncapped logit, 1 - tanh^2; None without a cap
@@ -180,7 +180,7 @@ class BatchRow:
 
     @property
     def factor(self) -> jax.Array | float:
-        """What takes a score to a logit in base 2, > 0."""
+        """What takes a score to a logit in base 2, but for the offset; > 0."""
         cap = self.kernel.spec.logits_soft_cap
         if cap is not None:
             return 2 * cap * LOG2_E
@@ -188,6 +188,19 @@ class BatchRow:
             return LOG2_E if _is_zero(self.scale) else abs(self.scale) / self.prefactor * LOG2_E
         size = jnp.where(_is_zero(self.scale), 1.0, jnp.abs(self.scale))
         return size / self.prefactor * LOG2_E
+
+    @property
+    def offset(self) -> float:
+        """What a logit in base 2 is above score * factor."""
+        cap = self.kernel.spec.logits_soft_cap
+        return cap * LOG2_E if cap is not None and self.has_rough_cap else 0.0
+
+    @property
+    def has_rough_cap(self) -> bool:
+        """Whether a soft cap's tanh may be some float32 steps of 1 off near 0."""
+        cap = self.kernel.spec.logits_soft_cap
+        is_small = cap is not None and cap <= _LARGEST_ROUGH_CAP
+        return is_small and self.has_16_bits and not self.kernel.gives_lse
 
     @property
     def prefactor(self) -> jax.Array | float:
@@ -312,14 +325,17 @@ class BatchRow:
         logit = lowering.fused_difference(score, factor, whole, interpret=interpret)
         return self.exp2(logit)
 
-    def capped(self, product: jax.Array, cap: float) -> jax.Array:
-        """tanh(|scale| * product / cap) / 2: the half takes one operation less."""
+    def capped(self, product: jax.Array, cap: float) -> tuple[jax.Array, jax.Array]:
+        """The score under a soft cap, and its slope: tanh(|scale| * product / cap), 1 - tanh^2."""
         ratio = jnp.abs(self.scale) / self.prefactor / cap
-        if not self.has_16_bits or self.kernel.gives_lse or cap > _LARGEST_ROUGH_CAP:
-            return 0.5 * jnp.tanh(product * ratio)
-        # By what the chip has. Near 0 this is some float32 steps of 1 off, not of the result.
+        if not self.has_rough_cap:
+            half = 0.5 * jnp.tanh(product * ratio)
+            return half, 1.0 - 4.0 * half * half
+        # By what the chip has: cap * tanh(x) = cap - 2 * cap / (1 + exp(2 * x)), of which the first
+        # term is the offset.
         exponential = self.exp2(product * (ratio * (2 * LOG2_E)))
-        return 0.5 - lowering.reciprocal(1.0 + exponential, interpret=self.kernel.interpret)
+        score = lowering.reciprocal(-1.0 - exponential, interpret=self.kernel.interpret)
+        return score, -4.0 * score * (1.0 + score)
 
     def tile(
         self, product: jax.Array, rows: jax.Array, columns: jax.Array, *, is_full: bool
@@ -335,8 +351,7 @@ class BatchRow:
         score, slope = product, None
         cap = self.kernel.spec.logits_soft_cap
         if cap is not None:
-            score = self.capped(product, cap)
-            slope = 1.0 - 4.0 * score * score
+            score, slope = self.capped(product, cap)
         if not is_full:
             visible = masks.visible(
                 self.kernel.spec,
