@@ -112,7 +112,13 @@ def sweep(kernel: str, case: Case) -> list[Peer]:
     dims = Dims(case.B, case.T, case.S, case.N, case.K, case.H, case.H)
     capability = Device.of(jnp.zeros(())).compute_capability
     precision = validate.precision(None)
-    picked = config.pick(dims, jnp.dtype(case.dtype), precision, capability)
+    picked = config.pick(
+        dims,
+        jnp.dtype(case.dtype),
+        precision,
+        capability,
+        is_capped=case.logits_soft_cap is not None,
+    )
     configs = {cut: dataclasses.replace(picked, **{kernel: cut}) for cut in GRIDS[kernel]}
     return [
         Peer(

@@ -23,10 +23,14 @@ def picked(query_length: int = 8192) -> list[Configs]:
     """All that can be, for long keys."""
     return [
         config.pick(
-            Dims(1, query_length, 8192, 8, 8, head_dim, head_dim), dtype, precision, capability
+            Dims(1, query_length, 8192, 8, 8, head_dim, head_dim),
+            dtype,
+            precision,
+            capability,
+            is_capped=is_capped,
         )
-        for head_dim, dtype, precision, capability in itertools.product(
-            HEAD_DIMS, DTYPES, jax.lax.Precision, CAPABILITIES
+        for head_dim, dtype, precision, capability, is_capped in itertools.product(
+            HEAD_DIMS, DTYPES, jax.lax.Precision, CAPABILITIES, (False, True)
         )
     ]
 

@@ -73,6 +73,18 @@ def test_every_width_lowers_for_every_card(card, dtype):
         assert set(found) - {"flash_attention_value_gradient"} == NAMES
 
 
+def most_spilled(name: str, dtype: str, precision: jax.lax.Precision) -> int:
+    """More bytes than this are a tile that does not fit the registers."""
+    if "gradient" not in name:
+        return 2048
+    if dtype != "float32":
+        # Two programs, of which the one for large logits keeps a statistic more.
+        return 5120
+    # Exact products are unrolled, and what they reuse is put aside: dk and dv of rows of 128 took
+    # 12.3 ms so, and 19.9 in tiles of 32x32 by 8 warps, which spill nothing (H200).
+    return 8192 if precision == jax.lax.Precision.HIGHEST and "key" in name else 2048
+
+
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
@@ -87,12 +99,21 @@ def test_shared_memory_fits_the_smallest_card(head_dim, dtype, capability):
             compiled = compile_for(kernel, capability)
             # A tenth is left for what another version of the compiler may add.
             assert compiled.shared_bytes <= 0.9 * 1024 * SHARED_MEMORY[capability], kernel.name
-            # More than this is a tile that does not fit the registers. In 16 bits a kernel of the
-            # backward is two programs, and the one for large logits keeps a statistic more.
-            is_two = dtype != "float32" and "gradient" in kernel.name
-            assert compiled.spilled_bytes <= (5120 if is_two else 2048), kernel.name
+            most = most_spilled(kernel.name, dtype, precision)
+            assert compiled.spilled_bytes <= most, kernel.name
             if capability == "9.0" and dtype == "bfloat16" and head_dim <= 128:
                 assert "wgmma.mma_async" in compiled.ptx, kernel.name
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_a_soft_cap_fits_too(head_dim):
+    require_triton()
+    spec = AttentionSpec(is_causal=True, logits_soft_cap=50.0)
+    operands = operands_of((2, 8191, 16, head_dim), "bfloat16")
+    for kernel in kernels(lower_gradient(spec, operands, KINDS["9.0"])).values():
+        compiled = compile_for(kernel, "9.0")
+        assert compiled.shared_bytes <= 0.9 * 1024 * SHARED_MEMORY["9.0"], kernel.name
+        assert compiled.spilled_bytes <= most_spilled(kernel.name, "bfloat16", spec.precision)
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)

@@ -86,5 +86,10 @@ class TritonBackend:
         if self.configs is not None:
             return self.configs
         capability = Device.of(operands.query).compute_capability
-        dtype = operands.query.dtype
-        return config.pick(Dims.of(operands), dtype, spec.precision, capability)
+        return config.pick(
+            Dims.of(operands),
+            operands.query.dtype,
+            spec.precision,
+            capability,
+            is_capped=spec.logits_soft_cap is not None,
+        )

@@ -246,7 +246,7 @@ def backward(
         body: Callable, name: str, config: Config, programs: int, outputs: Sequence[Any]
     ) -> Any:
         return lowering.launch(
-            functools.partial(body, tile.Kernel(spec, dims, config, interpret)),
+            functools.partial(body, tile.Kernel(spec, dims, config, interpret, is_forward=False)),
             name=f"flash_attention_{name}_gradient",
             programs=dims.batch * programs,
             outputs=outputs,

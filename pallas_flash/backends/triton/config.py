@@ -1,13 +1,14 @@
 """How each kernel is cut into blocks and compiled, and what is picked for a call.
 
 The picks keep every kernel within the shared memory of the smallest card of its compute capability,
-less a tenth for another compiler; a test compiles them and holds that. Those for 16-bit operands
-on compute capability 9.0 were measured, on an H200; the others rest on what the compiler says
-(shared memory, spills).
+less a tenth for another compiler; a test compiles them and holds that. Those for compute capability
+9.0 were measured, on an H200; the others rest on that and on what the compiler says (shared memory,
+spills).
 """
 
 import enum
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,8 +122,172 @@ _ROUNDED = (
 )
 
 
+class _Rule(NamedTuple):
+    """A config, and the calls that it is for."""
+
+    width: int  # rows of up to so many entries
+    config: Config
+    capability: str | None = None  # this compute capability alone
+    room: int = 0  # so many KiB of shared memory at least
+    is_capped: bool = False  # with a soft cap only
+
+
+# The first rule that holds is taken.
+_Rules = dict[Products, tuple[_Rule, ...]]
+
+# Above each rule for compute capability 9.0, and for exact products, is what it takes on an H200 in
+# ms, causal, beside the next best. 16-bit ones: in bfloat16 at B 2, S 8192 with 32 heads of 64
+# entries, 16 of 80 to 128 or 8 of 192 and 256; rows of 512 at B 1, S 2048 with 4 heads. float32: at
+# B 1, S 4096 with 16 heads of 64 or 128 entries or 8 of 256.
+
+_FORWARD: _Rules = {
+    Products.HALF: (
+        # 1.32, 128x64/4/4 1.34 (2.63 and 2.60 without causality)
+        _Rule(64, Config(128, 64, 4, 3), "9.0"),
+        # width 80: 0.78, 256x64/8/3 1.02; 96: 0.87, the same 0.99
+        _Rule(96, Config(128, 64, 4, 3), "9.0"),
+        # 1.28, 128x64/4/2 1.40
+        _Rule(128, Config(128, 32, 4, 3), "9.0", is_capped=True),
+        # 1.06, 256x64/8/3 1.05 (2.02 and 2.03 without causality; at S 4096, 32 heads on 8, 0.54
+        # and 0.58)
+        _Rule(128, Config(128, 64, 4, 2), "9.0"),
+        # 0.88, 128x32/8/3 0.99
+        _Rule(192, Config(128, 64, 8, 3), "9.0"),
+        # 1.07, 128x32/8/3 1.19
+        _Rule(256, Config(128, 64, 8, 2), "9.0"),
+        _Rule(64, Config(128, 64, 8, 3)),
+        _Rule(128, Config(128, 64, 4, 2)),
+        _Rule(256, Config(128, 64, 8, 2), room=163),
+        _Rule(256, Config(64, 32, 4, 2)),
+        # 0.13, 32x64/8/1 0.15
+        _Rule(512, Config(16, 32, 4, 2)),
+    ),
+    Products.SINGLE: (
+        # 0.26, 128x64/4/1 0.27
+        _Rule(64, Config(128, 64, 4, 2), "9.0"),
+        # 0.68, 128x32/4/2 0.83
+        _Rule(128, Config(32, 64, 4, 2), "9.0"),
+        # 0.78, 16x32/4/2 1.12
+        _Rule(256, Config(32, 32, 4, 2), "9.0"),
+        _Rule(128, Config(64, 32, 4, 2)),
+        _Rule(256, Config(32, 32, 4, 2), room=163),
+        _Rule(256, Config(32, 32, 8, 1)),
+        _Rule(512, Config(16, 16, 8, 1)),
+    ),
+    Products.EXACT: (
+        # 3.1, 64x64/4/1 2.8 (which spills 66 KB by another version of the compiler)
+        _Rule(64, Config(32, 32, 4, 1)),
+        # 7.0, 32x64/8/1 7.3
+        _Rule(128, Config(16, 64, 4, 1)),
+        # 10.3, 16x32/4/1 10.5
+        _Rule(256, Config(32, 32, 8, 1)),
+        _Rule(512, Config(16, 16, 8, 1)),
+    ),
+}
+
+# Of dk and dv together.
+_KEY_GRADIENT: _Rules = {
+    Products.HALF: (
+        # 2.37, 32x128/4/3 2.49
+        _Rule(64, Config(64, 64, 4, 3), "9.0"),
+        # width 80: 1.56; 96: 1.71, 64x64/4/2 1.81
+        _Rule(96, Config(64, 64, 4, 3), "9.0"),
+        # 2.07, 64x128/8/3 2.12 (3.91 and 3.95 without causality)
+        _Rule(128, Config(64, 64, 4, 2), "9.0"),
+        # 2.63, 64x64/8/2 3.05
+        _Rule(192, Config(64, 128, 8, 2), "9.0"),
+        # dk alone: with the kernel for dv 3.16, in one 7.25 at 64x32/8/2
+        _Rule(256, Config(32, 128, 8, 2), "9.0"),
+        # 0.32, 16x16/4/1 0.43
+        _Rule(512, Config(32, 32, 8, 1), "9.0"),
+        _Rule(64, Config(64, 64, 4, 2)),
+        _Rule(128, Config(64, 64, 8, 2), room=227),
+        _Rule(128, Config(64, 64, 4, 2)),
+        _Rule(256, Config(64, 32, 8, 2), room=163),
+        _Rule(256, Config(32, 32, 4, 2)),
+        _Rule(512, Config(16, 16, 4, 1)),
+    ),
+    Products.SINGLE: (
+        # 0.62, 64x64/4/2 0.70
+        _Rule(64, Config(64, 128, 8, 2), "9.0"),
+        # 1.75, 32x32/4/2 1.80
+        _Rule(128, Config(32, 32, 4, 1), "9.0"),
+        # 2.49, 64x32/8/2 2.34 (which does not fit by another version of the compiler)
+        _Rule(256, Config(32, 32, 4, 2), "9.0"),
+        _Rule(64, Config(64, 32, 4, 2)),
+        _Rule(128, Config(32, 16, 4, 2)),
+        _Rule(256, Config(32, 16, 4, 1), room=163),
+        _Rule(512, Config(16, 16, 8, 1)),
+    ),
+    Products.EXACT: (
+        # 5.7, 32x64/8/1 5.8
+        _Rule(64, Config(32, 32, 4, 1)),
+        # 12.3, 32x64/8/1 11.5 (which does not fit on the smallest card)
+        _Rule(128, Config(16, 64, 4, 1)),
+        # 20.8, 32x32/8/1 20.0 (likewise)
+        _Rule(256, Config(16, 16, 4, 1)),
+        _Rule(512, Config(16, 16, 8, 1)),
+    ),
+}
+
+# Where dk and dv do not fit in one program: see `pick`.
+_VALUE_GRADIENT: _Rules = {Products.HALF: (_Rule(256, Config(64, 128, 8, 2)),)}
+
+_QUERY_GRADIENT: _Rules = {
+    Products.HALF: (
+        # 1.46, 64x64/4/3 1.69
+        _Rule(64, Config(128, 64, 4, 3), "9.0"),
+        # width 80: 1.19, 128x64/4/2 1.25; 96: 1.28, 128x64/8/3 1.59
+        _Rule(96, Config(64, 64, 4, 3), "9.0"),
+        # 1.52, 128x64/8/3 1.60 (3.01 and 3.03 without causality)
+        _Rule(128, Config(128, 64, 8, 4), "9.0"),
+        # 1.40, 128x64/8/2 1.49
+        _Rule(192, Config(64, 64, 4, 3), "9.0"),
+        # 2.14, 64x64/4/2 2.24
+        _Rule(256, Config(128, 32, 8, 2), "9.0"),
+        # 0.18, 32x64/8/1 0.21
+        _Rule(512, Config(16, 32, 4, 2), "9.0"),
+        _Rule(64, Config(128, 64, 8, 2)),
+        _Rule(128, Config(128, 64, 8, 3), room=227),
+        _Rule(128, Config(128, 64, 8, 2), room=163),
+        _Rule(128, Config(64, 64, 4, 2)),
+        _Rule(256, Config(64, 32, 8, 2), room=163),
+        _Rule(256, Config(32, 32, 4, 2)),
+        _Rule(512, Config(16, 16, 4, 1)),
+    ),
+    Products.SINGLE: (
+        # 0.35, 128x128/8/2 0.38
+        _Rule(64, Config(128, 32, 4, 3), "9.0"),
+        # 1.04, 32x64/4/2 1.09
+        _Rule(128, Config(128, 32, 8, 1), "9.0"),
+        # 1.64, 32x64/8/1 1.77
+        _Rule(256, Config(32, 32, 4, 1), "9.0"),
+        _Rule(64, Config(64, 32, 4, 2)),
+        _Rule(128, Config(32, 32, 4, 2)),
+        _Rule(256, Config(32, 16, 4, 1), room=163),
+        _Rule(256, Config(16, 16, 4, 1)),
+        _Rule(512, Config(16, 16, 8, 1)),
+    ),
+    Products.EXACT: (
+        # 5.3, 64x64/4/1 5.0 (which spills 4 KB)
+        _Rule(64, Config(32, 32, 4, 1)),
+        # 12.4, 32x32/4/2 12.1 (which spills)
+        _Rule(128, Config(16, 64, 4, 1)),
+        # 19.1, 16x64/8/1 19.6
+        _Rule(256, Config(32, 32, 8, 1), room=163),
+        _Rule(256, Config(16, 16, 4, 1)),
+        _Rule(512, Config(16, 16, 8, 1)),
+    ),
+}
+
+
 def pick(
-    dims: Dims, dtype: jnp.dtype, precision: Precision, compute_capability: str | None
+    dims: Dims,
+    dtype: jnp.dtype,
+    precision: Precision,
+    compute_capability: str | None,
+    *,
+    is_capped: bool,
 ) -> Configs:
     """The configs for a call.
 
@@ -131,132 +296,31 @@ def pick(
       dtype: of query, key and value.
       precision: of products of float32 operands.
       compute_capability: of the device, such as "9.0"; None for no GPU.
+      is_capped: logits have a soft cap.
     """
     width = max(sum(widths(dims.head_dim)), sum(widths(dims.value_head_dim)))
-    call = (width, Products.of(dtype, precision), compute_capability)
-    lengths = (dims.query_length, dims.key_length)
-    of_value = value_gradient(*call)
+    products = Products.of(dtype, precision)
+    room = _shared_memory(compute_capability)
+
+    def of(rules: _Rules) -> Config:
+        config = next(
+            rule.config
+            for rule in rules[products]
+            if width <= rule.width
+            and rule.capability in (None, compute_capability)
+            and rule.room <= room
+            and (is_capped or not rule.is_capped)
+        )
+        return config.fitted(dims.query_length, dims.key_length)
+
+    # One program has no registers for the sums of both dk and dv.
+    is_split = products is Products.HALF and width == 256 and compute_capability == "9.0"
     return Configs(
-        forward(*call).fitted(*lengths),
-        key_gradient(*call).fitted(*lengths),
-        query_gradient(*call).fitted(*lengths),
-        None if of_value is None else of_value.fitted(*lengths),
+        forward=of(_FORWARD),
+        key_gradient=of(_KEY_GRADIENT),
+        query_gradient=of(_QUERY_GRADIENT),
+        value_gradient=of(_VALUE_GRADIENT) if is_split else None,
     )
-
-
-def forward(width: int, products: Products, compute_capability: str | None) -> Config:
-    """For rows of `width` entries, as are the next three.
-
-    On an H200, in ms in bfloat16 at B 2, S 8192, causal, with 32 heads of 64 entries, 16 of 80 to
-    128 or 8 of 192 and 256, this beside the next best:
-    width 64: 1.32, 128x64/4/4 1.34 (2.63 and 2.60 without causality)
-    width 96, 80: 0.87, 0.78; 256x64/8/3 0.99, 1.02
-    width 128: 1.06, 256x64/8/3 1.05 (2.02 and 2.03 without causality; 0.54 and 0.58 at S 4096, 32
-    heads on 8)
-    width 192: 0.88, 128x32/8/3 0.99
-    width 256: 1.07, 128x32/8/3 1.19
-    """
-    room = _shared_memory(compute_capability)
-    if products is Products.EXACT:
-        return Config(32, 32, 8, 1) if width <= 256 else Config(16, 16, 8, 1)
-    if products is Products.SINGLE:
-        if width <= 128:
-            return Config(64, 32, 4, 2)
-        if width <= 256:
-            return Config(32, 32, 4, 2) if room > 99 else Config(32, 32, 8, 1)
-        return Config(16, 16, 8, 1)
-    if width > 256:
-        return Config(64, 32, 8, 1) if room > 163 else Config(16, 32, 8, 1)
-    if compute_capability == "9.0":
-        if width <= 128:
-            return Config(128, 64, 4, 3 if width < 128 else 2)
-        return Config(128, 64, 8, 3 if width < 256 else 2)
-    if width <= 64:
-        return Config(128, 64, 8, 3)
-    if width <= 128:
-        return Config(128, 64, 4, 2)
-    return Config(128, 64, 8, 2) if room > 99 else Config(64, 32, 4, 2)
-
-
-def key_gradient(width: int, products: Products, compute_capability: str | None) -> Config:
-    """As above, of dk and dv together, beside the next best:
-    width 64: 2.37, 32x128/4/3 2.49
-    width 96, 80: 1.71, 1.56; 64x64/4/2 1.81, -
-    width 128: 2.07, 64x128/8/3 2.12 (3.91 and 3.95 without causality)
-    width 192: 2.63, 64x64/8/2 3.05
-    width 256: 3.16 in two kernels, 7.25 in one at 64x32/8/2
-    """
-    room = _shared_memory(compute_capability)
-    if products is Products.EXACT:
-        if width <= 128:
-            return Config(32, 32, 8, 1)
-        return Config(16, 16, 4, 1) if width <= 256 else Config(16, 16, 8, 1)
-    if products is Products.SINGLE:
-        if width <= 64:
-            return Config(64, 32, 4, 2)
-        if width <= 128:
-            return Config(32, 16, 4, 2)
-        if width <= 256:
-            return Config(32, 16, 4, 1) if room > 99 else Config(16, 16, 8, 1)
-        return Config(16, 16, 8, 1)
-    if width > 256:
-        return Config(16, 16, 4, 1)
-    if compute_capability == "9.0":
-        if width <= 128:
-            return Config(64, 64, 4, 3 if width < 128 else 2)
-        return Config(64, 128, 8, 2) if width < 256 else Config(32, 128, 8, 2)
-    if width <= 64:
-        return Config(64, 64, 4, 2)
-    if width <= 128:
-        return Config(64, 64, 8, 2) if room > 163 else Config(64, 64, 4, 2)
-    return Config(64, 32, 8, 2) if room > 99 else Config(32, 32, 4, 2)
-
-
-def value_gradient(width: int, products: Products, compute_capability: str | None) -> Config | None:
-    """Of dv alone, where one program has no registers for two sums; see `key_gradient`."""
-    if products is Products.HALF and width == 256 and compute_capability == "9.0":
-        return Config(64, 128, 8, 2)
-    return None
-
-
-def query_gradient(width: int, products: Products, compute_capability: str | None) -> Config:
-    """As above, beside the next best:
-    width 64: 1.46, 64x64/4/3 1.69
-    width 96, 80: 1.28, 1.19; 128x64/8/3 1.59, 128x64/4/2 1.25
-    width 128: 1.52, 128x64/8/3 1.60 (3.01 and 3.03 without causality)
-    width 192: 1.40, 128x64/8/2 1.49
-    width 256: 2.14, 64x64/4/2 2.24
-    """
-    room = _shared_memory(compute_capability)
-    if products is Products.EXACT:
-        if width <= 128:
-            return Config(32, 32, 8, 1)
-        if width <= 256:
-            return Config(32, 32, 8, 1) if room > 99 else Config(16, 16, 4, 1)
-        return Config(16, 16, 8, 1)
-    if products is Products.SINGLE:
-        if width <= 64:
-            return Config(64, 32, 4, 2)
-        if width <= 128:
-            return Config(32, 32, 4, 2)
-        if width <= 256:
-            return Config(32, 16, 4, 1) if room > 99 else Config(16, 16, 4, 1)
-        return Config(16, 16, 8, 1)
-    if width > 256:
-        return Config(16, 16, 4, 1)
-    if compute_capability == "9.0":
-        if width <= 64:
-            return Config(128, 64, 4, 3)
-        if width <= 128:
-            return Config(64, 64, 4, 3) if width < 128 else Config(128, 64, 8, 4)
-        return Config(64, 64, 4, 3) if width < 256 else Config(128, 32, 8, 2)
-    if width <= 64:
-        return Config(128, 64, 8, 2)
-    if width <= 128:
-        if room > 163:
-            return Config(128, 64, 8, 3)
-        return Config(128, 64, 8, 2) if room > 99 else Config(64, 64, 4, 2)
-    return Config(64, 32, 8, 2) if room > 99 else Config(32, 32, 4, 2)
 
 
 def pieces(head_dim: int) -> tuple[tuple[int, int], ...]:

@@ -118,7 +118,7 @@ def forward(
     if 0 in (dims.batch, dims.query_length, dims.key_length):
         empty = {name: jnp.full(x.shape, value, x.dtype) for name, (x, value) in outputs.items()}
         return sharding.vary_like(ForwardOutput(**empty), operands.query)
-    kernel = tile.Kernel(spec, dims, config, interpret, gives_lse=with_lse)
+    kernel = tile.Kernel(spec, dims, config, interpret, is_forward=True, gives_lse=with_lse)
     results = lowering.launch(
         functools.partial(_kernel, kernel, with_lse, with_statistics),
         name="flash_attention_forward",

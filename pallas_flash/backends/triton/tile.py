@@ -109,6 +109,7 @@ class Kernel:
 
     Attributes:
       interpret: it runs in Pallas's interpreter.
+      is_forward: it needs logits alone, and not their slopes.
       gives_lse: logits have to be as accurate as float32 is, and not as what is left of them in a
         16-bit output.
     """
@@ -117,6 +118,7 @@ class Kernel:
     dims: Dims
     config: Config
     interpret: bool
+    is_forward: bool
     gives_lse: bool = False
 
     @property
@@ -193,7 +195,7 @@ class BatchRow:
     def offset(self) -> float:
         """What a logit in base 2 is above score * factor."""
         cap = self.kernel.spec.logits_soft_cap
-        return cap * LOG2_E if cap is not None and self.has_rough_cap else 0.0
+        return -cap * LOG2_E if cap is not None and self.has_rough_cap else 0.0
 
     @property
     def has_rough_cap(self) -> bool:
@@ -331,11 +333,13 @@ class BatchRow:
         if not self.has_rough_cap:
             half = 0.5 * jnp.tanh(product * ratio)
             return half, 1.0 - 4.0 * half * half
-        # By what the chip has: cap * tanh(x) = cap - 2 * cap / (1 + exp(2 * x)), of which the first
-        # term is the offset.
-        exponential = self.exp2(product * (ratio * (2 * LOG2_E)))
-        score = lowering.reciprocal(-1.0 - exponential, interpret=self.kernel.interpret)
-        return score, -4.0 * score * (1.0 + score)
+        # cap * tanh(x) = 2 * cap / (1 + exp(-2 * x)) - cap, of which the last is the offset.
+        score = lowering.logistic(
+            product * (ratio * (2 * LOG2_E)),
+            by_halves=self.kernel.is_forward,
+            interpret=self.kernel.interpret,
+        )
+        return score, 4.0 * score * (1.0 - score)
 
     def tile(
         self, product: jax.Array, rows: jax.Array, columns: jax.Array, *, is_full: bool
