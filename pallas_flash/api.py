@@ -187,7 +187,7 @@ def _attend(
         scale=static_scale,
         is_causal=validate.is_causal(is_causal),
         local_window_size=validate.local_window_size(local_window_size),
-        logits_soft_cap=validate.logits_soft_cap(logits_soft_cap),
+        logits_soft_cap=validate.logits_soft_cap(logits_soft_cap, static_scale),
         precision=validate.precision(precision),
     )
     operands = validate.operands(

@@ -34,6 +34,7 @@ _ALGORITHMS = tuple(
 )
 
 _LARGEST = float(jnp.finfo(jnp.float32).max)
+_LARGEST_RATIO = 1e38
 
 
 def _fail(name: str, expected: str, got: object) -> NoReturn:
@@ -268,9 +269,10 @@ def scale(x: ArrayLike | None, head_dim: int) -> tuple[float, jax.Array | None]:
         return 1 / math.sqrt(head_dim), None
     expected = "a real number, or a real array of shape []"
     try:
-        number = x if isinstance(x, jax.Array) else np.asarray(x)
-    except (TypeError, ValueError):
-        _fail("scale", expected, repr(x))
+        # NumPy takes an int beyond 64 bits for an object.
+        number = x if isinstance(x, jax.Array) else np.asarray(float(x) if type(x) is int else x)
+    except (TypeError, ValueError, OverflowError):
+        _fail("scale", expected, f"{x!r:.80}")
     kinds = (jnp.floating, jnp.integer)
     if number.shape != () or not any(jnp.issubdtype(number.dtype, kind) for kind in kinds):
         got = _describe(number) if isinstance(number, jax.Array) else f"{x!r:.80}"
@@ -306,8 +308,8 @@ def local_window_size(x: object) -> tuple[int | None, int | None] | None:
     return left, right
 
 
-def logits_soft_cap(x: object) -> float | None:
-    """A static number above zero."""
+def logits_soft_cap(x: object, scale: float) -> float | None:
+    """A static number above zero, for logits of that static scale."""
     if x is None:
         return None
     is_number = isinstance(x, (int, float, np.integer, np.floating)) and not isinstance(x, bool)
@@ -316,6 +318,13 @@ def logits_soft_cap(x: object) -> float | None:
     if not (is_number and 1e-20 <= (x if isinstance(x, int) else float(x)) <= 1e20):
         expected = "a finite number > 0, from 1e-20 to 1e20, or None"
         _fail("logits_soft_cap", expected, repr(x))
+    # A compiler may make one factor of the two.
+    if abs(scale) / float(x) > _LARGEST_RATIO:
+        _fail(
+            "logits_soft_cap",
+            f"at least |scale| / {_LARGEST_RATIO:g}, where scale = {scale:g}",
+            repr(x),
+        )
     return float(x)
 
 

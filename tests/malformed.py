@@ -208,6 +208,15 @@ SOFT_CAP = [
         "complex": 30 + 0j,
         "array": jnp.float32(30.0),
     }.items()
+] + [
+    bad(
+        "small-beside-the-scale",
+        "logits_soft_cap",
+        1e-9,
+        "at least |scale| / 1e+38, where scale = 1e+30",
+        "1e-09",
+        also={"scale": 1e30},
+    )
 ]
 
 ROWS = "an integer array of shape [2]"

@@ -86,6 +86,12 @@ def test_scale_of_any_real_type(scale, seed):
     assert operands.scale is None or operands.scale.dtype == np.float32
 
 
+def test_scale_beyond_64_bits(seed):
+    arrays = make_inputs(case_of("plain", 2), seed).arrays
+    spec, _ = given_to_backend(**arrays, scale=10**30)
+    assert spec.scale == 1e30
+
+
 @pytest.mark.parametrize(
     ("given", "same"),
     [

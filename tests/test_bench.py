@@ -232,4 +232,4 @@ def test_the_script_runs_on_a_cpu(tmp_path):
         assert refusal.startswith("refused: ")
         assert "cuDNN" in refusal or "dot_product_attention_fwd" in refusal
         assert rows["mha"]["reason"] == "refused: it has no local_window_size"
-        assert rows["ours-triton"]["reason"].startswith("refused: no implementation can run")
+        assert rows["ours-triton"]["reason"].startswith("refused: 'triton' cannot run")

@@ -62,6 +62,19 @@ def test_cotangents_of_rows_that_see_nothing(implementation, seed):
         np.testing.assert_array_equal(got[name], x, name)
 
 
+@each_implementation("xla", SMALL_BLOCKS)
+@pytest.mark.parametrize("cap", [None, 3.0], ids=["plain", "cap"])
+def test_a_value_that_exists_does_not_reach_gradients_of_rows_that_do_not(
+    implementation, cap, seed
+):
+    inputs = make_inputs(Case(B=1, T=40, S=40, query_seq_lengths=(21,), logits_soft_cap=cap), seed)
+    attention = runnable(implementation, inputs)
+    inputs.arrays["value"][0, 3, 0, 0] = np.nan
+    dq = evaluate(attention, inputs)["dquery"]
+    assert np.isnan(dq[0, :21]).any()
+    np.testing.assert_array_equal(dq[0, 21:], 0.0)
+
+
 def test_poison_spreads_where_it_is_not_kept_out():
     query = jnp.full((1, 2, 1, 4), jnp.nan)
     assert jnp.isnan(jax.nn.dot_product_attention(query, query, query)).all()

@@ -152,7 +152,9 @@ def select(
         if not reasons:
             return backend
         refusals.extend(f"  {backend.name}: {reason}" for reason in reasons)
-    raise NotImplementedError("\n".join([_refused(spec, operands), *refusals]))
+    who = "no implementation can" if implementation is None else f"{candidates[0].name!r} cannot"
+    call = f"{who} run {_described(spec, operands)}:"
+    raise NotImplementedError("\n".join([call, *refusals]))
 
 
 def unsupported_reasons(
@@ -162,8 +164,8 @@ def unsupported_reasons(
     return backend.unsupported_reasons(spec, operands, Device.of(operands.query))
 
 
-def _refused(spec: AttentionSpec, operands: Operands) -> str:
-    """The inputs of a call that nothing can run: its arrays, and its options where not default."""
+def _described(spec: AttentionSpec, operands: Operands) -> str:
+    """A call by its arrays, its options where not default, and its device."""
     arrays = [
         f"{name} {x.dtype}{list(x.shape)}"
         for name, x in operands._asdict().items()
@@ -175,4 +177,4 @@ def _refused(spec: AttentionSpec, operands: Operands) -> str:
         if getattr(spec, field.name) != field.default
     ]
     device = Device.of(operands.query)
-    return f"no implementation can run {', '.join(arrays + options)} on {device}:"
+    return f"{', '.join(arrays + options)} on {device}"

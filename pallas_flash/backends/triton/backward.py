@@ -194,6 +194,9 @@ def _query_gradient_kernel(
 
         dq = _zeros(config.block_q, dims.head_dim)
         dq = row.fold_keys(row.key_blocks(block), key_block, dq)
+        # What is not finite may have come into rows that see nothing, by 0 * NaN.
+        sees = (log_l < jnp.inf)[:, None]
+        dq = tuple(jnp.where(sees, piece, 0.0) for piece in dq)
         is_stored = rows < dims.query_length
         scaled = tuple(row.scale * piece for piece in dq)
         tile.write(dq_ref, row.batch, rows, head, is_stored, scaled)

@@ -23,6 +23,9 @@ from pallas_flash.spec import AttentionSpec, Dims, Operands
 _LEAST_NORMAL = float(jnp.finfo(jnp.float32).tiny)
 _LARGEST_FACTOR = float(jnp.finfo(jnp.float32).max) / 2
 
+# Of a traced scale to a soft cap: 2 * log2(e) times that is still finite.
+_LARGEST_RATIO = 1e38
+
 # A float32 step of 1 times this is 8e-6 in a logit.
 _LARGEST_ROUGH_CAP = 128.0
 
@@ -329,7 +332,7 @@ class BatchRow:
 
     def capped(self, product: jax.Array, cap: float) -> tuple[jax.Array, jax.Array]:
         """The score under a soft cap, and its slope: tanh(|scale| * product / cap), 1 - tanh^2."""
-        ratio = jnp.abs(self.scale) / self.prefactor / cap
+        ratio = jnp.minimum(jnp.abs(self.scale) / self.prefactor / cap, _LARGEST_RATIO)
         if not self.has_rough_cap:
             half = 0.5 * jnp.tanh(product * ratio)
             return half, 1.0 - 4.0 * half * half

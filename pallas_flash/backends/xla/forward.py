@@ -31,9 +31,10 @@ def forward(spec: AttentionSpec, blocks: tuple[int, int], operands: Operands) ->
         state = sharding.vary_like(state, q)
         result = softmax.finish(call.keys.fold(first, last, key_block, state))
         # XLA may leave out a cast down and up again, and the backward, compiled together with this,
-        # would take another delta than one compiled apart.
-        kind = jnp.finfo(operands.query.dtype)
-        out = lax.reduce_precision(result.out, kind.nexp, kind.nmant)
+        # would take another delta than one compiled apart. The exponent stays wide: with float16's,
+        # numbers below its normal ones would become 0.
+        mantissa = jnp.finfo(operands.query.dtype).nmant
+        out = lax.reduce_precision(result.out, jnp.finfo(jnp.float32).nexp, mantissa)
         return [
             lax.dynamic_update_slice_in_dim(
                 whole, call.from_query_tile(x).astype(whole.dtype), call.queries.start(i), 1
