@@ -15,7 +15,7 @@ from pallas_flash import flash_attention, validate
 from pallas_flash.backends import Backend, Device
 from pallas_flash.backends.triton import TritonBackend, config
 from pallas_flash.backends.triton.config import Config
-from pallas_flash.spec import Dims
+from pallas_flash.spec import AttentionSpec, Dims
 from pallas_flash.testing import Case
 
 # Takes query, key, value and the options of a problem by `flash_attention`'s names; gives out.
@@ -112,13 +112,8 @@ def sweep(kernel: str, case: Case) -> list[Peer]:
     dims = Dims(case.B, case.T, case.S, case.N, case.K, case.H, case.H)
     capability = Device.of(jnp.zeros(())).compute_capability
     precision = validate.precision(None)
-    picked = config.pick(
-        dims,
-        jnp.dtype(case.dtype),
-        precision,
-        capability,
-        is_capped=case.logits_soft_cap is not None,
-    )
+    spec = AttentionSpec(logits_soft_cap=case.logits_soft_cap, precision=precision)
+    picked = config.pick(spec, dims, jnp.dtype(case.dtype), capability)
     configs = {cut: dataclasses.replace(picked, **{kernel: cut}) for cut in GRIDS[kernel]}
     return [
         Peer(

@@ -11,7 +11,7 @@ from implementations import INTERPRET, judge, truth
 from pallas_flash import flash_attention_with_lse
 from pallas_flash.backends.triton import TritonBackend, config, schedule
 from pallas_flash.backends.triton.config import Config, Configs
-from pallas_flash.spec import Dims
+from pallas_flash.spec import AttentionSpec, Dims
 from pallas_flash.testing import Case, evaluate, make_inputs
 
 CAPABILITIES = [None, "8.0", "8.6", "8.9", "9.0", "10.0", "12.0"]
@@ -23,14 +23,13 @@ def picked(query_length: int = 8192) -> list[Configs]:
     """All that can be, for long keys."""
     return [
         config.pick(
+            AttentionSpec(logits_soft_cap=cap, precision=precision),
             Dims(1, query_length, 8192, 8, 8, head_dim, head_dim),
             dtype,
-            precision,
             capability,
-            is_capped=is_capped,
         )
-        for head_dim, dtype, precision, capability, is_capped in itertools.product(
-            HEAD_DIMS, DTYPES, jax.lax.Precision, CAPABILITIES, (False, True)
+        for head_dim, dtype, precision, capability, cap in itertools.product(
+            HEAD_DIMS, DTYPES, jax.lax.Precision, CAPABILITIES, (None, 50.0)
         )
     ]
 

@@ -73,7 +73,7 @@ def test_every_width_lowers_for_every_card(card, dtype):
         assert set(found) - {"flash_attention_value_gradient"} == NAMES
 
 
-def most_spilled(name: str, dtype: str, precision: jax.lax.Precision) -> int:
+def most_spilled(name: str, head_dim: int, dtype: str, precision: jax.lax.Precision) -> int:
     """More bytes than this are a tile that does not fit the registers."""
     if "gradient" not in name:
         return 2048
@@ -82,7 +82,8 @@ def most_spilled(name: str, dtype: str, precision: jax.lax.Precision) -> int:
         return 5120
     # Exact products are unrolled, and what they reuse is put aside: dk and dv of rows of 128 took
     # 12.3 ms so, and 19.9 in tiles of 32x32 by 8 warps, which spill nothing (H200).
-    return 8192 if precision == jax.lax.Precision.HIGHEST and "key" in name else 2048
+    is_unrolled = precision == jax.lax.Precision.HIGHEST and "key" in name
+    return 8192 if is_unrolled and 64 < head_dim <= 128 else 2048
 
 
 @pytest.mark.parametrize("capability", SHARED_MEMORY)
@@ -99,7 +100,7 @@ def test_shared_memory_fits_the_smallest_card(head_dim, dtype, capability):
             compiled = compile_for(kernel, capability)
             # A tenth is left for what another version of the compiler may add.
             assert compiled.shared_bytes <= 0.9 * 1024 * SHARED_MEMORY[capability], kernel.name
-            most = most_spilled(kernel.name, dtype, precision)
+            most = most_spilled(kernel.name, head_dim, dtype, precision)
             assert compiled.spilled_bytes <= most, kernel.name
             if capability == "9.0" and dtype == "bfloat16" and head_dim <= 128:
                 assert "wgmma.mma_async" in compiled.ptx, kernel.name

@@ -86,10 +86,4 @@ class TritonBackend:
         if self.configs is not None:
             return self.configs
         capability = Device.of(operands.query).compute_capability
-        return config.pick(
-            Dims.of(operands),
-            operands.query.dtype,
-            spec.precision,
-            capability,
-            is_capped=spec.logits_soft_cap is not None,
-        )
+        return config.pick(spec, Dims.of(operands), operands.query.dtype, capability)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_flash.spec import Dims, Precision
+from pallas_flash.spec import AttentionSpec, Dims, Precision
 
 # The least side of a tile that a tensor core's product takes.
 SMALLEST = 16
@@ -230,8 +230,8 @@ _KEY_GRADIENT: _Rules = {
     ),
 }
 
-# Where dk and dv do not fit in one program: see `pick`.
-_VALUE_GRADIENT: _Rules = {Products.HALF: (_Rule(256, Config(64, 128, 8, 2)),)}
+# Of dv alone, where the two do not fit in one program: see `pick`.
+_VALUE_GRADIENT = Config(64, 128, 8, 2)
 
 _QUERY_GRADIENT: _Rules = {
     Products.HALF: (
@@ -282,24 +282,19 @@ _QUERY_GRADIENT: _Rules = {
 
 
 def pick(
-    dims: Dims,
-    dtype: jnp.dtype,
-    precision: Precision,
-    compute_capability: str | None,
-    *,
-    is_capped: bool,
+    spec: AttentionSpec, dims: Dims, dtype: jnp.dtype, compute_capability: str | None
 ) -> Configs:
     """The configs for a call.
 
     Args:
+      spec: its static half.
       dims: its sizes.
       dtype: of query, key and value.
-      precision: of products of float32 operands.
       compute_capability: of the device, such as "9.0"; None for no GPU.
-      is_capped: logits have a soft cap.
     """
     width = max(sum(widths(dims.head_dim)), sum(widths(dims.value_head_dim)))
-    products = Products.of(dtype, precision)
+    products = Products.of(dtype, spec.precision)
+    lengths = (dims.query_length, dims.key_length)
     room = _shared_memory(compute_capability)
 
     def of(rules: _Rules) -> Config:
@@ -309,9 +304,9 @@ def pick(
             if width <= rule.width
             and rule.capability in (None, compute_capability)
             and rule.room <= room
-            and (is_capped or not rule.is_capped)
+            and not (rule.is_capped and spec.logits_soft_cap is None)
         )
-        return config.fitted(dims.query_length, dims.key_length)
+        return config.fitted(*lengths)
 
     # One program has no registers for the sums of both dk and dv.
     is_split = products is Products.HALF and width == 256 and compute_capability == "9.0"
@@ -319,7 +314,7 @@ def pick(
         forward=of(_FORWARD),
         key_gradient=of(_KEY_GRADIENT),
         query_gradient=of(_QUERY_GRADIENT),
-        value_gradient=of(_VALUE_GRADIENT) if is_split else None,
+        value_gradient=_VALUE_GRADIENT.fitted(*lengths) if is_split else None,
     )
 
 
