@@ -21,6 +21,7 @@ ALLOWED = {
     "backends.triton.backward": {
         "backends.triton.config",
         "backends.triton.lowering",
+        "backends.triton.memory",
         "backends.triton.schedule",
         "backends.triton.tile",
         "sharding",
@@ -30,6 +31,7 @@ ALLOWED = {
     "backends.triton.forward": {
         "backends.triton.config",
         "backends.triton.lowering",
+        "backends.triton.memory",
         "backends.triton.schedule",
         "backends.triton.softmax",
         "backends.triton.tile",
@@ -37,6 +39,7 @@ ALLOWED = {
         "spec",
     },
     "backends.triton.lowering": {"backends.triton.config"},
+    "backends.triton.memory": {"backends.triton.config", "backends.triton.lowering"},
     "backends.triton.schedule": {"backends.triton.lowering", "backends.triton.tile", "spec"},
     "backends.triton.softmax": set(),
     "backends.triton.tile": {

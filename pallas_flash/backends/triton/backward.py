@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash import sharding
-from pallas_flash.backends.triton import lowering, schedule, tile
+from pallas_flash.backends.triton import lowering, memory, schedule, tile
 from pallas_flash.backends.triton.config import Config, Configs, widths
 from pallas_flash.spec import DIFFERENTIABLE, AttentionSpec, Dims, Operands, Residuals
 
@@ -52,7 +52,7 @@ def _read_rows(
     # not exist, log_l was read as inf.
     sees = None if is_full else log_l < jnp.inf
     return _Rows(
-        do=tile.read(refs.do, row.batch, rows, head, sees),
+        do=memory.read(refs.do, row.batch, rows, head, sees),
         m=statistic(refs.m, exists, 0.0) if reads_m else None,
         log_l=log_l,
         delta=statistic(refs.delta, sees, 0.0),
@@ -117,14 +117,14 @@ def _key_gradient_kernel(
 
     def program(reads_m: bool) -> None:
         columns, exists = row.columns(block, is_full=False)
-        k = tile.read(refs.key, row.batch, columns, key_head, exists)
-        v = tile.read(refs.value, row.batch, columns, key_head, exists)
+        k = memory.read(refs.key, row.batch, columns, key_head, exists)
+        v = memory.read(refs.value, row.batch, columns, key_head, exists)
         signed_k = row.signed(k)
 
         def query_head(head: jax.Array, sums: _KeySums) -> _KeySums:
             def query_block(i: jax.Array, sums: _KeySums, is_full: bool) -> _KeySums:
                 rows, exists = row.rows(i, is_full=is_full)
-                q = tile.read(refs.query, row.batch, rows, head, exists)
+                q = memory.read(refs.query, row.batch, rows, head, exists)
                 do, m, log_l, delta = _read_rows(
                     row_refs, row, rows, head, exists, is_full=is_full, reads_m=reads_m
                 )
@@ -157,7 +157,7 @@ def _key_gradient_kernel(
             if exists is not None:
                 # Their keys were read as 0, which makes logits like any other.
                 result = tuple(jnp.where(exists[:, None], piece, 0.0) for piece in result)
-            tile.write(ref, row.batch, columns, key_head, is_stored, result)
+            memory.write(ref, row.batch, columns, key_head, is_stored, result)
 
     _with_or_without_m(has_m_ref, row.batch, key_head, program)
 
@@ -175,7 +175,7 @@ def _query_gradient_kernel(
 
     def program(reads_m: bool) -> None:
         rows, exists = row.rows(block, is_full=False)
-        q = tile.read(refs.query, row.batch, rows, head, exists)
+        q = memory.read(refs.query, row.batch, rows, head, exists)
         do, m, log_l, delta = _read_rows(
             row_refs, row, rows, head, exists, is_full=False, reads_m=reads_m
         )
@@ -183,8 +183,8 @@ def _query_gradient_kernel(
 
         def key_block(j: jax.Array, dq: tuple[jax.Array, ...], is_full: bool):
             columns, exists = row.columns(j, is_full=is_full)
-            k = tile.read(refs.key, row.batch, columns, key_head, exists)
-            v = tile.read(refs.value, row.batch, columns, key_head, exists)
+            k = memory.read(refs.key, row.batch, columns, key_head, exists)
+            v = memory.read(refs.value, row.batch, columns, key_head, exists)
             product = row.dot(signed_q, k)
             dp = row.dot(do, v)
             logits = row.tile(product, rows[:, None], columns[None, :], is_full=is_full)
@@ -199,7 +199,7 @@ def _query_gradient_kernel(
         dq = tuple(jnp.where(sees, piece, 0.0) for piece in dq)
         is_stored = rows < dims.query_length
         scaled = tuple(row.scale * piece for piece in dq)
-        tile.write(dq_ref, row.batch, rows, head, is_stored, scaled)
+        memory.write(dq_ref, row.batch, rows, head, is_stored, scaled)
         if dscale_ref is not None:
             # sum_j dx_j (q . k_j) = q . sum_j dx_j k_j
             dscale = jnp.zeros((config.block_q,), jnp.float32)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_flash import sharding
-from pallas_flash.backends.triton import lowering, schedule, softmax, tile
+from pallas_flash.backends.triton import lowering, memory, schedule, softmax, tile
 from pallas_flash.backends.triton.config import Config, widths
 from pallas_flash.spec import AttentionSpec, Dims, ForwardOutput, Operands
 
@@ -28,18 +28,18 @@ def _kernel(
     dims, config = kernel.dims, kernel.config
     row, block, head, key_head = schedule.query_program(kernel, refs)
     rows, exists = row.rows(block, is_full=False)
-    q = row.signed(tile.read(refs.query, row.batch, rows, head, exists))
+    q = row.signed(memory.read(refs.query, row.batch, rows, head, exists))
     stretch = row.key_blocks(block)
     start = softmax.init(config.block_q, widths(dims.value_head_dim))
 
     def read(j: jax.Array, is_full: bool) -> tuple[jax.Array, Callable]:
         """The scores of a block of keys, and what weighs its values."""
         columns, exists = row.columns(j, is_full=is_full)
-        k = tile.read(refs.key, row.batch, columns, key_head, exists)
+        k = memory.read(refs.key, row.batch, columns, key_head, exists)
         logits = row.tile(row.dot(q, k), rows[:, None], columns[None, :], is_full=is_full)
 
         def weigh(p: jax.Array) -> tuple[jax.Array, ...]:
-            return row.weigh(p, tile.read(refs.value, row.batch, columns, key_head, exists))
+            return row.weigh(p, memory.read(refs.value, row.batch, columns, key_head, exists))
 
         return logits.score, weigh
 
@@ -60,7 +60,7 @@ def _kernel(
         stored = rows + (state.l < 0.0).astype(jnp.int32)
         is_stored = stored < dims.query_length
         out_ref, *row_refs = output_refs
-        tile.write(out_ref, row.batch, stored, head, is_stored, result.out)
+        memory.write(out_ref, row.batch, stored, head, is_stored, result.out)
         if with_lse:
             lse_ref, *row_refs = row_refs
             lowering.store(lse_ref.at[row.batch, stored, head], result.lse, mask=is_stored)
@@ -76,7 +76,7 @@ def _kernel(
     # A key that every row sees: there is one where there is a full block.
     has_full = stretch.full_first < stretch.full_last
     column = jnp.minimum(stretch.full_first * config.block_k, dims.key_length - 1)
-    product = row.dot_row(q, tile.read_row(refs.key, row.batch, column, key_head))
+    product = row.dot_row(q, memory.read_row(refs.key, row.batch, column, key_head))
     guess = row.tile(product, rows, column, is_full=True).score * row.factor
     # Where a guess is too large it is known to be wrong by now. But ends that hang on data make the
     # compiler take a loop for one that threads leave one by one, and it is a third slower.

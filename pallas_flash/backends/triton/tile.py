@@ -1,4 +1,4 @@
-"""What kernels share: one call as a program sees it, how it reads, and the one logit tile.
+"""What kernels share: one call as a program sees it, and the one logit tile.
 
 A tile is a block of queries against a block of keys, or, where a kernel would rather, its
 transpose: positions come as a column and a row, and everything here broadcasts.
@@ -16,7 +16,7 @@ from jax import lax
 
 from pallas_flash import masks
 from pallas_flash.backends.triton import lowering
-from pallas_flash.backends.triton.config import Config, pieces
+from pallas_flash.backends.triton.config import Config
 from pallas_flash.backends.triton.softmax import LOG2_E
 from pallas_flash.spec import AttentionSpec, Dims, Operands
 
@@ -28,75 +28,6 @@ _LARGEST_RATIO = 1e38
 
 # A float32 step of 1 times this is 8e-6 in a logit.
 _LARGEST_ROUGH_CAP = 128.0
-
-
-def read(
-    ref: Any, batch: jax.Array, rows: jax.Array, head: jax.Array, exists: jax.Array | None
-) -> tuple[jax.Array, ...]:
-    """Rows of one head of [B, length, heads, head dim], in pieces of [rows, width].
-
-    Args:
-      ref: what is read.
-      batch: which batch row, int32 [].
-      rows: which rows, int32 [rows].
-      head: which head, int32 [].
-      exists: which of the rows there are, bool [rows]; the others come as 0. None: all.
-    """
-
-    def piece(start: int, width: int) -> jax.Array:
-        index, mask = _index(ref, batch, rows, head, exists, start, width)
-        if mask is None:
-            return lowering.load(ref.at[index])
-        return lowering.load(ref.at[index], mask=mask, other=0.0)
-
-    return tuple(piece(start, width) for start, width in pieces(ref.shape[3]))
-
-
-def read_row(ref: Any, batch: jax.Array, row: jax.Array, head: jax.Array) -> tuple[jax.Array, ...]:
-    """One row, which exists, in pieces of [width]."""
-
-    def piece(start: int, width: int) -> jax.Array:
-        columns = start + jnp.arange(width, dtype=jnp.int32)
-        where = ref.at[batch, row, head, columns]
-        if start + width <= ref.shape[3]:
-            return lowering.load(where)
-        return lowering.load(where, mask=columns < ref.shape[3], other=0.0)
-
-    return tuple(piece(start, width) for start, width in pieces(ref.shape[3]))
-
-
-def write(
-    ref: Any,
-    batch: jax.Array,
-    rows: jax.Array,
-    head: jax.Array,
-    exists: jax.Array | None,
-    values: tuple[jax.Array, ...],
-) -> None:
-    """The inverse of `read`, in the reference's dtype; rows that do not exist are left alone."""
-    for (start, width), value in zip(pieces(ref.shape[3]), values, strict=True):
-        index, mask = _index(ref, batch, rows, head, exists, start, width)
-        lowering.store(ref.at[index], value.astype(ref.dtype), mask=mask)
-
-
-def _index(
-    ref: Any,
-    batch: jax.Array,
-    rows: jax.Array,
-    head: jax.Array,
-    exists: jax.Array | None,
-    start: int,
-    width: int,
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """Where a piece lies, and a mask of what there is of it; None where it is all there."""
-    columns = start + jnp.arange(width, dtype=jnp.int32)
-    mask = None
-    if exists is not None:
-        mask = jnp.broadcast_to(exists[:, None], (rows.shape[0], width))
-    if start + width > ref.shape[3]:
-        is_column = jnp.broadcast_to((columns < ref.shape[3])[None, :], (rows.shape[0], width))
-        mask = is_column if mask is None else mask & is_column
-    return (batch, rows[:, None], head, columns[None, :]), mask
 
 
 class Tile(NamedTuple):
