@@ -66,6 +66,31 @@ class Case:
             parts.append(name if value is True else value if name == "dtype" else f"{name}{value}")
         return "-".join(parts)
 
+    def reduced(self, longest: int) -> "Case":
+        """A case of the same options, dtype, head dims and group, no side longer than `longest`.
+
+        What the float64 reference can afford. Lengths, their parts and windows shrink together.
+        """
+        factor = math.ceil(max(self.T, self.S, 1) / longest)
+        query_length, key_length = self.T // factor, self.S // factor
+        lengths, window = self.key_value_seq_lengths, self.local_window_size
+        key_heads = min(self.K, 2)
+        return dataclasses.replace(
+            self,
+            B=1 if lengths is None else 2,
+            T=query_length,
+            S=key_length,
+            N=key_heads * self.N // self.K,
+            K=key_heads,
+            key_value_seq_lengths=lengths and tuple(math.ceil(x / factor) for x in lengths[:2]),
+            # Not narrower than the blocks, so that some of these hold no masked pair.
+            local_window_size=window and tuple(min(side, key_length // 4) for side in window),
+            # Errors are relative to the largest entry, and a flat mean over a thousand keys is
+            # small: it could be a tenth off unseen. A cap of 50 shows in logits of several tens
+            # only.
+            spread=2.0 if self.logits_soft_cap is None else 4.0,
+        )
+
 
 @dataclass(frozen=True)
 class Inputs:
@@ -144,7 +169,7 @@ def evaluate(
       "out", "lse", and "dquery", "dkey" and so on for each of `DIFFERENTIABLE` that is given.
     """
     options = tuple(inputs.options.items())
-    (out, lse), gradients = _jitted(attention, options, *split(inputs, dtype))
+    (out, lse), gradients = jitted(attention, options, *split(inputs, dtype))
     results = {"out": out, "lse": lse, **{f"d{name}": x for name, x in gradients.items()}}
     return {name: np.asarray(x).astype(np.float64) for name, x in results.items()}
 
@@ -175,7 +200,11 @@ def differentiate(
     return result, vjp(cotangents)[0]
 
 
-_jitted = jax.jit(differentiate, static_argnums=(0, 1))
+# What is compared and not timed need not be tuned. On a GPU XLA would try dozens of kernels for
+# each product.
+jitted = jax.jit(
+    differentiate, static_argnums=(0, 1), compiler_options={"xla_gpu_autotune_level": 0}
+)
 
 
 def oracle(inputs: Inputs) -> dict[str, np.ndarray]:

@@ -1,0 +1,30 @@
+"""The command line: `python -m pallas_flash doctor`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from pallas_flash import doctor
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and not how everything is used."""
+        self.exit(2, f"{self.prog}: {message} (--help says what there is)\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line asks for; its exit code."""
+    parser = _Parser(prog="python -m pallas_flash", allow_abbrev=False)
+    parser.add_argument(
+        "command",
+        choices=["doctor"],
+        help="say what this machine has, and whether each implementation is right on it",
+    )
+    parser.add_argument("--json", action="store_true", help="say it as one JSON object")
+    return doctor.run(as_json=parser.parse_args(arguments).json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,32 @@
+"""Attention as real models call it: every implementation, values and gradients, in small."""
+
+import pytest
+from implementations import each_implementation, judge
+
+from pallas_flash.models import MODELS
+from pallas_flash.testing import make_inputs
+
+# So that the interpreter has several blocks of the heads and options of a model, and not many.
+LONGEST = 96
+
+# Some differ in their lengths alone.
+REDUCED = dict.fromkeys(case.reduced(LONGEST) for case in MODELS.values())
+
+
+@each_implementation("xla")
+@pytest.mark.parametrize("case", REDUCED, ids=lambda case: case.id)
+def test_values_and_gradients(implementation, case, seed):
+    _, wrong = judge(implementation, make_inputs, case, seed)
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_reduced_model_keeps_what_it_is_about(name):
+    case = MODELS[name]
+    reduced = case.reduced(LONGEST)
+    assert max(reduced.T, reduced.S) <= LONGEST
+    for kept in ("H", "Hv", "dtype", "is_causal", "logits_soft_cap"):
+        assert getattr(reduced, kept) == getattr(case, kept)
+    assert reduced.N // reduced.K == case.N // case.K
+    assert (reduced.local_window_size is None) == (case.local_window_size is None)
+    assert (reduced.T == reduced.S) == (case.T == case.S)
