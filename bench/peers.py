@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import itertools
+import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+from programs import Attention, Compiled, compile_jax
 
 from pallas_flash import flash_attention, validate
 from pallas_flash.backends import Backend, Device
@@ -18,15 +20,13 @@ from pallas_flash.backends.triton.config import Config
 from pallas_flash.spec import AttentionSpec, Dims
 from pallas_flash.testing import Case
 
-# Takes query, key, value and the options of a problem by `flash_attention`'s names; gives out.
-Attention = Callable[..., jax.Array]
-
 _CAUSAL = frozenset({"is_causal"})
 _NN_OPTIONS = frozenset({"is_causal", "local_window_size", "key_value_seq_lengths"})
 _ALL_OPTIONS = _NN_OPTIONS | {"logits_soft_cap"}
 
 CUDNN = "jax-cudnn"
 OURS = "ours-triton"
+BASE = "base"
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,28 @@ class Peer:
 
     Attributes:
       name: as in `--peers`.
-      load: gives its attention; an ImportError where it is not installed.
+      compile: a case's program, with gradients or without. An ImportError where the peer is not
+        installed, a NotImplementedError, ValueError or RuntimeError where it cannot run the case.
       options: which options of a problem it takes.
+      has_gradients: whether it has a backward.
     """
 
     name: str
-    load: Callable[[], Attention]
+    compile: Callable[[Case, bool], Compiled]
     options: frozenset[str] = _ALL_OPTIONS
+    has_gradients: bool = True
+
+    def missing(self, asked: frozenset[str], with_gradients: bool) -> str:
+        """What it has not of what a problem asks for, in words; empty where it has all."""
+        lacks = sorted(asked - self.options)
+        if with_gradients and not self.has_gradients:
+            lacks.append("backward")
+        return ", ".join(lacks)
+
+
+def traced(load: Callable[[], Attention]) -> Callable[[Case, bool], Compiled]:
+    """`Peer.compile` of an attention that JAX traces; `load` imports it."""
+    return lambda case, with_gradients: compile_jax(load(), case, with_gradients)
 
 
 def _ours(implementation: str | Backend) -> Attention:
@@ -50,6 +65,11 @@ def _ours(implementation: str | Backend) -> Attention:
 
 def _jax_nn(implementation: str) -> Attention:
     return partial(jax.nn.dot_product_attention, implementation=implementation)
+
+
+def _in_room(name: str) -> Attention:
+    """The `attention` of a module beside this one."""
+    return importlib.import_module(name).attention
 
 
 def _mha(*blocks: int) -> Attention:
@@ -72,26 +92,47 @@ def _mha(*blocks: int) -> Attention:
 
 def _tokamax(implementation: str) -> Attention:
     module = importlib.import_module("tokamax")
+    # It warns of each call that its autotuner has not seen, which none has.
+    logging.getLogger("absl").setLevel(logging.ERROR)
     return partial(module.dot_product_attention, implementation=implementation)
+
+
+def _torch(backend: str, case: Case, with_gradients: bool) -> Compiled:
+    module = importlib.import_module("torch_sdpa")
+    return Compiled(module.program(backend, case, with_gradients))
 
 
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer(OURS, partial(_ours, "triton")),
-        Peer("ours-xla", partial(_ours, "xla")),
-        Peer(CUDNN, partial(_jax_nn, "cudnn"), _NN_OPTIONS),
-        Peer("jax-xla", partial(_jax_nn, "xla"), _NN_OPTIONS),
-        Peer("mha", _mha, _CAUSAL),
+        Peer(OURS, traced(partial(_ours, "triton"))),
+        Peer("ours-xla", traced(partial(_ours, "xla"))),
+        Peer(CUDNN, traced(partial(_jax_nn, "cudnn")), _NN_OPTIONS),
+        Peer("jax-xla", traced(partial(_jax_nn, "xla")), _NN_OPTIONS),
+        Peer("mha", traced(_mha), _CAUSAL),
         # The forward's block_q and block_k, those of its scan for dk and dv, those of that for dq.
         # It needs the second of the former to be the first of the latter.
-        Peer("mha-128x64", partial(_mha, 128, 64, 64, 64, 64, 64), _CAUSAL),
-        Peer("mha-128x32", partial(_mha, 128, 32, 64, 128, 128, 64), _CAUSAL),
-        Peer("mha-64x64", partial(_mha, 64, 64, 32, 64, 64, 32), _CAUSAL),
-        Peer("tokamax-triton", partial(_tokamax, "triton")),
-        Peer("tokamax-mosaic", partial(_tokamax, "mosaic")),
+        Peer("mha-128x64", traced(partial(_mha, 128, 64, 64, 64, 64, 64)), _CAUSAL),
+        Peer("mha-128x32", traced(partial(_mha, 128, 32, 64, 128, 128, 64)), _CAUSAL),
+        Peer("mha-64x64", traced(partial(_mha, 64, 64, 32, 64, 64, 32)), _CAUSAL),
+        Peer("tokamax-triton", traced(partial(_tokamax, "triton"))),
+        Peer("tokamax-mosaic", traced(partial(_tokamax, "mosaic"))),
+        Peer("torch-flash", partial(_torch, "flash"), _CAUSAL),
+        Peer("torch-cudnn", partial(_torch, "cudnn"), _CAUSAL),
+        # What this project's forward is a port of, in Triton itself.
+        Peer("triton", traced(partial(_in_room, "triton_flash2")), _CAUSAL, has_gradients=False),
+        Peer("flash-1", traced(partial(_in_room, "flash1")), _CAUSAL, has_gradients=False),
+        Peer("three-steps", traced(partial(_in_room, "three_steps")), _CAUSAL),
     )
 }
+
+# Those that a suite asks by default; the others are parts of one suite, or for a look beside.
+DEFAULT = tuple(
+    name
+    for name in PEERS
+    if name not in ("ours-xla", "mha", "mha-128x32", "mha-64x64", "flash-1", "three-steps")
+)
+QUICK = (OURS, CUDNN, "jax-xla")
 
 
 def _grid(block_q: tuple[int, ...], block_k: tuple[int, ...]) -> tuple[Config, ...]:
@@ -107,18 +148,25 @@ GRIDS = {
 }
 
 
-def sweep(kernel: str, case: Case) -> list[Peer]:
+def sweep_backends(kernel: str, case: Case) -> dict[str, TritonBackend]:
     """This library with one kernel in each config of its grid, the others as they are picked."""
-    dims = Dims(case.B, case.T, case.S, case.N, case.K, case.H, case.H)
+    value_head_dim = case.H if case.Hv is None else case.Hv
+    dims = Dims(case.B, case.T, case.S, case.N, case.K, case.H, value_head_dim)
     capability = Device.of(jnp.zeros(())).compute_capability
     precision = validate.precision(None)
     spec = AttentionSpec(logits_soft_cap=case.logits_soft_cap, precision=precision)
     picked = config.pick(spec, dims, jnp.dtype(case.dtype), capability)
-    configs = {cut: dataclasses.replace(picked, **{kernel: cut}) for cut in GRIDS[kernel]}
-    return [
-        Peer(
-            f"{cut.block_q}x{cut.block_k}-{cut.num_warps}w-{cut.num_stages}s",
-            partial(_ours, TritonBackend(configs=configs[cut])),
+    return {
+        f"{cut.block_q}x{cut.block_k}-{cut.num_warps}w-{cut.num_stages}s": TritonBackend(
+            configs=dataclasses.replace(picked, **{kernel: cut})
         )
         for cut in GRIDS[kernel]
+    }
+
+
+def sweep(kernel: str, case: Case) -> list[Peer]:
+    """A row for each of `sweep_backends`."""
+    return [
+        Peer(name, traced(partial(_ours, backend)))
+        for name, backend in sweep_backends(kernel, case).items()
     ]

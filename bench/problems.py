@@ -1,13 +1,17 @@
-"""The problems that are timed, by suite and name; how much work each is; and its arrays."""
+"""The problems that are timed, by suite and name, and their arrays."""
 
 import dataclasses
 import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_flash.models import MODELS
 from pallas_flash.testing import Case
 
 Arrays = dict[str, jax.Array]
@@ -15,70 +19,87 @@ Arrays = dict[str, jax.Array]
 # Query, key and value; the other arrays; a cotangent of the output.
 Arguments = tuple[Arrays, Arrays, jax.Array]
 
-# Products of the forward and the backward over those of the forward: q.k and p.v; then q.k again,
-# and one each for dp, dv, dk and dq.
-_FORWARD_AND_BACKWARD = 7 / 2
-
 # What the float64 reference can afford.
-_LARGEST_JUDGED_LENGTH = 1024
+_LONGEST_JUDGED = 1024
+
+# More than any card's cache, so that no call finds its inputs there. The smallest problems take
+# turns through fewer sets than that would be.
+_ROTATED_BYTES = 2**28
+_MOST_SETS = 128
 
 
-def _problem(B: int, S: int, N: int, K: int, H: int, **options: Any) -> Case:
-    return Case(B=B, T=S, S=S, N=N, K=K, H=H, dtype="bfloat16", **options)
+@dataclass(frozen=True)
+class Suite:
+    """Cases that are shown together.
+
+    Attributes:
+      cases: by name.
+      directions: whether with gradients, each in turn.
+      peers: who is asked by default; empty for those of `peers.DEFAULT`.
+      baselines: whose times the others' are compared with, where they have any.
+      is_series: whether the cases are one at growing lengths.
+    """
+
+    cases: Mapping[str, Case]
+    directions: tuple[bool, ...] = (False, True)
+    peers: tuple[str, ...] = ()
+    baselines: tuple[str, ...] = ("jax-cudnn",)
+    is_series: bool = False
 
 
+def _square(S: int, dtype: str = "bfloat16", **sizes_and_options: Any) -> Case:
+    return Case(T=S, S=S, dtype=dtype, **sizes_and_options)
+
+
+_causal = partial(_square, is_causal=True)
+_H128 = {"N": 16, "K": 16, "H": 128}
 _LENGTHS = tuple(np.random.default_rng(0).integers(1, 8192, 16, endpoint=True).tolist())
 
 SUITES = {
-    "headline": {
-        "full": _problem(2, 8192, 16, 16, 128),
-        "causal": _problem(2, 8192, 16, 16, 128, is_causal=True),
-        "grouped": _problem(2, 4096, 32, 8, 128, is_causal=True),
-        "short": _problem(8, 2048, 16, 16, 128, is_causal=True),
-        "h64": _problem(2, 8192, 32, 32, 64, is_causal=True),
-        "h256": _problem(2, 8192, 8, 8, 256, is_causal=True),
-    },
-    "shapes": {
-        "s8192-h128": _problem(2, 8192, 16, 16, 128, is_causal=True),
-        "s8191-h128": _problem(2, 8191, 16, 16, 128, is_causal=True),
-        "s8192-h96": _problem(2, 8192, 16, 16, 96, is_causal=True),
-        "s8192-h80": _problem(2, 8192, 16, 16, 80, is_causal=True),
-    },
-    "masks": {
-        "long": _problem(1, 32768, 16, 16, 128, is_causal=True),
-        "long-window": _problem(1, 32768, 16, 16, 128, is_causal=True, local_window_size=(1023, 0)),
-        "cap-none": _problem(2, 8192, 16, 16, 128, is_causal=True),
-        "cap-50": _problem(2, 8192, 16, 16, 128, is_causal=True, logits_soft_cap=50.0),
-        "lengths-full": _problem(16, 8192, 16, 16, 128),
-        "lengths-uniform": _problem(16, 8192, 16, 16, 128, key_value_seq_lengths=_LENGTHS),
-    },
+    "headline": Suite(
+        {
+            "full": _square(8192, B=2, **_H128),
+            "causal": _causal(8192, B=2, **_H128),
+            "grouped": _causal(4096, B=2, N=32, K=8, H=128),
+            "short": _causal(2048, B=8, **_H128),
+            "h64": _causal(8192, B=2, N=32, K=32, H=64),
+            "h256": _causal(8192, B=2, N=8, K=8, H=256),
+        }
+    ),
+    "models": Suite(MODELS),
+    "shapes": Suite(
+        {
+            "s8192-h128": _causal(8192, B=2, **_H128),
+            "s8191-h128": _causal(8191, B=2, **_H128),
+            "s8192-h96": _causal(8192, B=2, N=16, K=16, H=96),
+            "s8192-h80": _causal(8192, B=2, N=16, K=16, H=80),
+        }
+    ),
+    "masks": Suite(
+        {
+            "long": _causal(32768, B=1, **_H128),
+            "long-window": _causal(32768, B=1, **_H128, local_window_size=(1023, 0)),
+            "cap-none": _causal(8192, B=2, **_H128),
+            "cap-50": _causal(8192, B=2, **_H128, logits_soft_cap=50.0),
+            "lengths-full": _square(8192, B=16, **_H128),
+            "lengths-uniform": _square(8192, B=16, **_H128, key_value_seq_lengths=_LENGTHS),
+        }
+    ),
+    # The experiment of a write-up that this project comes from, with the heads of Qwen3-0.6B: how
+    # time and memory grow with the length, and what parallelism over query blocks buys.
+    "origin": Suite(
+        {
+            f"s{length}": _square(length, "float32", B=2, N=16, K=8, H=128)
+            for length in (2**power for power in range(6, 15))
+        },
+        directions=(False,),
+        peers=("jax-xla", "three-steps", "flash-1", "ours-triton"),
+        baselines=("jax-xla",),
+        is_series=True,
+    ),
     # For a machine without a GPU: does the script run?
-    "smoke": {"smoke": _problem(1, 64, 2, 1, 16, is_causal=True, local_window_size=(31, 0))},
+    "smoke": Suite({"smoke": _causal(64, B=1, N=2, K=1, H=16, local_window_size=(31, 0))}),
 }
-
-
-def visible_pairs(case: Case) -> int:
-    """How many (query, key) pairs are not masked, over the batch, in one head."""
-    i = np.arange(case.T)
-    left, right = case.local_window_size or (case.T, case.S)
-    lengths = np.minimum(case.S, case.key_value_seq_lengths or (case.S,) * case.B)[:, None]
-    start = np.maximum(0, i - left)
-    stop = np.minimum(lengths, i + (0 if case.is_causal else right) + 1)
-    return int(np.maximum(0, stop - start).sum())
-
-
-def share_of_work(case: Case) -> float:
-    """Of the pairs that there are without a mask."""
-    return visible_pairs(case) / (case.B * case.T * case.S)
-
-
-def flops(case: Case, with_gradients: bool) -> float:
-    """Two products of a multiplication and an addition for each visible pair and feature.
-
-    Causal: half of what full attention takes, to one part in the length.
-    """
-    forward = 4 * visible_pairs(case) * case.N * case.H
-    return forward * (_FORWARD_AND_BACKWARD if with_gradients else 1)
 
 
 def options(case: Case) -> dict[str, Any]:
@@ -87,36 +108,45 @@ def options(case: Case) -> dict[str, Any]:
     return {name: getattr(case, name) for name in names if getattr(case, name)}
 
 
-def draw(case: Case, seed: int) -> Arguments:
-    """A program's arguments, normal and on the device."""
-    keys = jax.random.split(jax.random.key(seed), 4)
-    rows, columns = (case.B, case.T, case.N, case.H), (case.B, case.S, case.K, case.H)
-    query, key, value, dout = (
-        jax.random.normal(key, shape, case.dtype)
-        for key, shape in zip(keys, (rows, columns, columns, rows), strict=True)
+def shapes(case: Case) -> Any:
+    """A program's arguments without their numbers."""
+    return jax.eval_shape(lambda: _draw(case, jax.random.key(0)))
+
+
+def draw(case: Case, seed: int) -> list[Arguments]:
+    """Sets of a program's arguments, normal and on the device: as many as outgrow its cache."""
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes(case)))
+    sets = min(_MOST_SETS, math.ceil(_ROTATED_BYTES / size))
+    draw_one = jax.jit(partial(_draw, case))
+    return [draw_one(key) for key in jax.random.split(jax.random.key(seed), sets)]
+
+
+def _draw(case: Case, key: jax.Array) -> Arguments:
+    value_head_dim = case.H if case.Hv is None else case.Hv
+    queries, keys = (case.B, case.T, case.N), (case.B, case.S, case.K)
+    query, key_, value, dout = (
+        jax.random.normal(part, shape, case.dtype)
+        for part, shape in zip(
+            jax.random.split(key, 4),
+            (
+                (*queries, case.H),
+                (*keys, case.H),
+                (*keys, value_head_dim),
+                (*queries, value_head_dim),
+            ),
+            strict=True,
+        )
     )
     lengths = case.key_value_seq_lengths
     others = {} if lengths is None else {"key_value_seq_lengths": jnp.array(lengths, jnp.int32)}
-    return {"query": query, "key": key, "value": value}, others, dout
+    return {"query": query, "key": key_, "value": value}, others, dout
 
 
-def reduced(case: Case) -> Case:
-    """A problem of the same options, dtype, head dim and group that the reference can afford."""
-    factor = math.ceil(case.S / _LARGEST_JUDGED_LENGTH)
-    length = case.S // factor
-    lengths, window = case.key_value_seq_lengths, case.local_window_size
-    key_heads = min(case.K, 2)
-    return dataclasses.replace(
-        case,
-        B=1 if lengths is None else 2,
-        T=length,
-        S=length,
-        N=key_heads * case.N // case.K,
-        K=key_heads,
-        key_value_seq_lengths=lengths and tuple(math.ceil(x / factor) for x in lengths[:2]),
-        # Not narrower than the blocks, so that some of these hold no masked pair.
-        local_window_size=window and (min(window[0], length // 4), min(window[1], length // 4)),
-        # Errors are relative to the largest entry, and a flat mean over a thousand keys is small:
-        # it could be a tenth off unseen. A cap of 50 shows in logits of several tens only.
-        spread=2.0 if case.logits_soft_cap is None else 4.0,
-    )
+def judged(case: Case) -> Case:
+    """The smaller problem on which it is seen whether a peer is right."""
+    return case.reduced(_LONGEST_JUDGED)
+
+
+def sizes(case: Case) -> str:
+    """Its id without its lengths, sixteen of which are no name."""
+    return dataclasses.replace(case, key_value_seq_lengths=None).id

@@ -1,23 +1,26 @@
-"""What came of a run, for the reader: rows, tables, and where they were measured."""
+"""What came of a run, for the reader: rows, figures, tables, and where they were measured."""
 
-import importlib.metadata
-import platform
-import subprocess
-from collections.abc import Mapping, Sequence
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from typing import Any
 
-import jax
 import numpy as np
+import problems
+import work
+from clock import Ceilings
 from rich.table import Table
+
+from pallas_flash.testing import Case
 
 # A figure's name in JSON, its heading and its form in a table.
 _COLUMNS = (
     ("ms", "ms", ".3f"),
     ("iqr_ms", "IQR", ".3f"),
     ("tflops", "TFLOP/s", ".1f"),
-    ("times_cudnn", "x cuDNN", ".2f"),
     ("percent_of_matmul", "% matmul", ".1f"),
+    ("percent_of_copy", "% copy", ".1f"),
 )
 
 
@@ -26,75 +29,128 @@ class Row:
     """What came of one peer.
 
     Attributes:
-      errors: by the results' names, relative, on the reduced problem.
+      errors: by the results' names, relative, on the smaller problem.
       reason: why there are no times; empty where there are.
       times: the ms of one call, for each round.
+      temporary_bytes, result_bytes: as in `programs.Compiled`.
     """
 
     peer: str
     errors: Mapping[str, float] = field(default_factory=dict)
     reason: str = ""
     times: Sequence[float] = ()
+    temporary_bytes: int | None = None
+    result_bytes: int | None = None
 
     @property
     def ms(self) -> float:
         """The median; infinite without times."""
-        return float(np.median(self.times)) if self.times else np.inf
+        return float(np.median(self.times)) if self.times else math.inf
 
-    def figures(self, flops: float, cudnn_ms: float, matmul_tflops: float) -> dict[str, float]:
-        """What follows from the times; empty without. `times_cudnn` above 1 is faster."""
-        if not self.times:
+    def times_as_fast_as(self, other: "Row") -> float:
+        """The median over rounds, of which each saw the card in one state."""
+        return float(np.median(np.divide(other.times, self.times)))
+
+    def record(self) -> dict[str, Any]:
+        """For JSON, which has no infinity: the error of a result that is not finite."""
+        errors = {k: x if math.isfinite(x) else str(x) for k, x in self.errors.items()}
+        return {**vars(self), "errors": errors, "times": list(self.times)}
+
+
+def record(
+    name: str,
+    case: Case,
+    with_gradients: bool,
+    rows: Sequence[Row],
+    baselines: Sequence[str],
+    ceilings: Ceilings,
+) -> dict[str, Any]:
+    """A problem, its rows and what follows from them, for JSON. `times_...` above 1 is faster."""
+    flops, least_bytes = work.flops(case, with_gradients), work.least_bytes(case, with_gradients)
+    timed = {row.peer: row for row in rows if row.times}
+
+    def figures(row: Row) -> dict[str, float]:
+        if not row.times:
             return {}
-        low, high = np.percentile(self.times, (25, 75))
-        tflops = flops / self.ms / 1e9
+        low, high = np.percentile(row.times, (25, 75))
+        tflops, tbps = flops / row.ms / 1e9, least_bytes / row.ms / 1e9
         return {
-            "ms": self.ms,
+            "ms": row.ms,
             "iqr_ms": float(high - low),
             "tflops": tflops,
-            "percent_of_matmul": 100 * tflops / matmul_tflops,
-            **({"times_cudnn": cudnn_ms / self.ms} if np.isfinite(cudnn_ms) else {}),
+            "tbps": tbps,
+            "percent_of_matmul": 100 * tflops / ceilings.matmul_tflops[case.dtype],
+            "percent_of_copy": 100 * tbps / ceilings.copy_tbps,
+            **{
+                f"times_{other}": row.times_as_fast_as(timed[other])
+                for other in baselines
+                if other in timed
+            },
         }
 
-
-def table(title: str, rows: Sequence[Row], figures: Sequence[Mapping[str, float]]) -> Table:
-    """One problem's rows, in the order given."""
-    result = Table(title=title, title_justify="left")
-    result.add_column("peer", no_wrap=True)
-    for heading in (*(heading for _, heading, _ in _COLUMNS), "error"):
-        result.add_column(heading, justify="right", no_wrap=True)
-    result.add_column("no figures because")
-    for row, known in zip(rows, figures, strict=True):
-        cells = [format(known[name], form) if name in known else "" for name, _, form in _COLUMNS]
-        error = f"{max(row.errors.values()):.1e}" if row.errors else ""
-        result.add_row(row.peer, *cells, error, row.reason)
-    return result
-
-
-def describe_machine() -> dict[str, str]:
-    """Where this was measured, and what was."""
-    driver = _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
-        "card": jax.devices()[0].device_kind,
-        "driver": driver.partition("\n")[0],
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "pallas_flash": _version(),
-        "commit": _output_of("git", "describe", "--always", "--dirty", "--abbrev=12"),
+        "name": name,
+        "with_gradients": with_gradients,
+        "flops": flops,
+        "least_bytes": least_bytes,
+        "share_of_pairs": work.share_of_pairs(case),
+        "case": dataclasses.asdict(case),
+        "rows": [row.record() | figures(row) for row in rows],
     }
 
 
-def _output_of(*command: str) -> str:
-    try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
-    except (FileNotFoundError, subprocess.CalledProcessError):
-        return "unknown"
-    return done.stdout.strip()
+def table(title: str, rows: Sequence[Mapping[str, Any]], baselines: Sequence[str]) -> Table:
+    """One problem's rows, in the order given."""
+    columns = [*_COLUMNS, *((f"times_{other}", f"x {other}", ".2f") for other in baselines)]
+    result = Table(title=title, title_justify="left")
+    result.add_column("peer", no_wrap=True)
+    for heading in (*(heading for _, heading, _ in columns), "temp MB", "error"):
+        result.add_column(heading, justify="right", no_wrap=True)
+    result.add_column("no figures because")
+    for row in rows:
+        cells = [format(row[name], form) if name in row else "" for name, _, form in columns]
+        memory = row["temporary_bytes"]
+        cells.append("" if memory is None else f"{memory / 1e6:.1f}")
+        errors = [float(error) for error in row["errors"].values()]
+        cells.append(f"{max(errors):.1e}" if errors else "")
+        result.add_row(row["peer"], *cells, row["reason"])
+    return result
 
 
-def _version() -> str:
-    try:
-        return importlib.metadata.version("pallas-flash")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+def by_length(
+    title: str, records: Sequence[Mapping[str, Any]], cell: Callable[[Mapping[str, Any]], str]
+) -> Table:
+    """One entry of each row of a series, a line for each length."""
+    result = Table(title=title, title_justify="left")
+    for heading in ("S", *(row["peer"] for row in records[0]["rows"])):
+        result.add_column(heading, justify="right", no_wrap=True)
+    for each in records:
+        result.add_row(str(each["case"]["S"]), *map(cell, each["rows"]))
+    return result
+
+
+def series_tables(suite: str, records: Sequence[Mapping[str, Any]]) -> list[Table]:
+    """How time and memory grow."""
+
+    def time(row: Mapping[str, Any]) -> str:
+        return f"{row['ms']:.4g}" if "ms" in row else "-"
+
+    def memory(row: Mapping[str, Any]) -> str:
+        if row["temporary_bytes"] is None:
+            return "-"
+        return f"{row['result_bytes'] / 1e6:.4g} + {row['temporary_bytes'] / 1e6:.4g}"
+
+    return [
+        by_length(f"{suite}: ms", records, time),
+        by_length(f"{suite}: MB, results + temporaries", records, memory),
+    ]
+
+
+def describe(case: Case, with_gradients: bool) -> str:
+    """A case's sizes, and how much work it is."""
+    direction = "forward and backward" if with_gradients else "forward"
+    flops = work.flops(case, with_gradients)
+    moved = work.least_bytes(case, with_gradients) / 1e6
+    share = work.share_of_pairs(case)
+    work_done = f"{flops:.3g} FLOP, {moved:.4g} MB, {share:.2%} of all pairs"
+    return f"{direction}: {problems.sizes(case)}, {work_done}"

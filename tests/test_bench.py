@@ -1,91 +1,66 @@
-"""The bench: its count of operations, its gate, and that it runs where there is no GPU."""
+"""The bench: its gate, its clocks, and what it makes of times."""
 
 import dataclasses
 import functools
 import json
-import os
-import subprocess
 import sys
 import types
-from pathlib import Path
 
 import jax
+import jobs
 import judge
 import numpy as np
 import peers
 import problems
 import pytest
-import run
-from clock import device_clock, wall_clock
+import report
+import work
+from clock import Ceilings, device_clock, measure_ceilings, wall_clock
+from jobs import Job, Ready
 from peers import Peer
+from programs import Compiled
 from report import Row
 
 from pallas_flash import flash_attention
 from pallas_flash.testing import Case
 
-ROOT = Path(__file__).parent.parent
-PROBLEMS = {name: case for suite in problems.SUITES.values() for name, case in suite.items()}
+PROBLEMS = {name: case for suite in problems.SUITES.values() for name, case in suite.cases.items()}
 
 SMALL = Case(B=2, T=64, S=64, N=4, K=2, H=16, dtype="bfloat16")
 OPTIONS = {
-    "none": {},
-    "causal": {"is_causal": True},
-    "window": {"local_window_size": (9, 3)},
     "causal window": {"local_window_size": (9, 3), "is_causal": True},
     "cap": {"logits_soft_cap": 50.0},
     "lengths": {"key_value_seq_lengths": (3, 41)},
 }
 
-JUDGED = ("causal window", "cap", "lengths")
-
 ours = functools.partial(flash_attention, implementation="xla")
 
 
-def brute_force_pairs(case: Case) -> int:
-    left, right = case.local_window_size or (10**6, 10**6)
-    lengths = case.key_value_seq_lengths or (case.S,) * case.B
-    return sum(
-        j < length and i - left <= j <= i + right and (j <= i or not case.is_causal)
-        for length in lengths
-        for i in range(case.T)
-        for j in range(case.S)
-    )
-
-
-@pytest.mark.parametrize("sizes", [{}, {"T": 23}, {"S": 23, "B": 2}], ids=str)
-@pytest.mark.parametrize("options", OPTIONS)
-def test_operations_are_those_of_the_pairs_that_are_seen(options, sizes):
-    case = dataclasses.replace(SMALL, **sizes, **OPTIONS[options])
-    pairs = brute_force_pairs(case)
-    assert problems.visible_pairs(case) == pairs
-    assert problems.flops(case, with_gradients=False) == 4 * pairs * case.N * case.H
-    assert problems.flops(case, with_gradients=True) == 14 * pairs * case.N * case.H
-
-
-def test_causal_counts_half():
-    full, causal = (
-        problems.flops(PROBLEMS[name], with_gradients=False) for name in ("full", "causal")
-    )
-    assert full == 4 * 2 * 8192**2 * 16 * 128
-    assert causal == pytest.approx(full / 2, rel=2e-4)
-
-
 @pytest.mark.parametrize("name", PROBLEMS)
-def test_a_reduced_problem_keeps_what_it_is_about(name):
+def test_a_judged_problem_keeps_what_it_is_about(name):
     case = PROBLEMS[name]
-    reduced = problems.reduced(case)
+    reduced = problems.judged(case)
     assert problems.options(reduced).keys() == problems.options(case).keys()
-    assert (reduced.H, reduced.dtype, reduced.N // reduced.K) == (
-        case.H,
-        case.dtype,
-        case.N // case.K,
-    )
-    assert reduced.S <= 1024
+    for kept in ("H", "Hv", "dtype"):
+        assert getattr(reduced, kept) == getattr(case, kept)
+    assert reduced.N // reduced.K == case.N // case.K
+    assert max(reduced.T, reduced.S) <= 1024
     # Odd lengths stay odd.
     assert reduced.S % 16 == 0 or case.S % 16 != 0
     if case.local_window_size or case.key_value_seq_lengths:
         open_case = dataclasses.replace(reduced, local_window_size=None, key_value_seq_lengths=None)
-        assert problems.visible_pairs(reduced) < 0.8 * problems.visible_pairs(open_case)
+        assert work.visible_pairs(reduced) < 0.8 * work.visible_pairs(open_case)
+
+
+def test_sets_outgrow_the_cache_and_differ(seed):
+    case = dataclasses.replace(SMALL, B=4, T=2048, S=2048, N=8, K=8, H=128)
+    sets = problems.draw(case, seed)
+    sizes = [sum(x.nbytes for x in jax.tree.leaves(arguments)) for arguments in sets]
+    assert sum(sizes[:-1]) < 2**28 <= sum(sizes)
+    first, second = (jax.tree.leaves(arguments) for arguments in sets[:2])
+    for x, other in zip(first, second, strict=True):
+        assert np.count_nonzero(np.asarray(x)) > 0.99 * x.size
+        assert not np.array_equal(x, other)
 
 
 @jax.custom_vjp
@@ -118,14 +93,19 @@ def late_rows_too_large(query, key, value, **options):
     return out.at[:, out.shape[1] // 2 :].multiply(1.1)
 
 
+CEILINGS = Ceilings({"bfloat16": 1.0}, 1.0)
+
+
 def row_of(attention, case: Case, with_gradients: bool, seed: int) -> Row:
-    bench = run.Bench(wall_clock(1.0, "test"), rounds=1, seed=seed)
-    peer = Peer("peer", lambda: attention)
-    (row,) = bench.run(run.Job("job", case, with_gradients, [peer]), lambda: None)
+    peer = Peer("peer", peers.traced(lambda: attention))
+    job = Job("suite", "job", case, with_gradients, [peer])
+    ((ready,),) = jobs.prepare([job], seed, lambda: None)
+    bench = jobs.Bench(wall_clock(1.0, "test"), rounds=1, seed=seed)
+    (row,) = bench.run(job, [ready], lambda: None)
     return row
 
 
-@pytest.mark.parametrize("options", JUDGED)
+@pytest.mark.parametrize("options", OPTIONS)
 def test_a_right_peer_gets_figures(options, seed):
     row = row_of(ours, dataclasses.replace(SMALL, **OPTIONS[options]), True, seed)
     assert not row.reason
@@ -138,14 +118,16 @@ def test_a_wrong_peer_gets_none(attention, seed):
     row = row_of(attention, SMALL, False, seed)
     assert row.reason.startswith("wrong: out: error")
     assert not row.times
-    _, record = run.report(run.Job("job", SMALL, False, []), [row], 1.0)
+    record = report.record("job", SMALL, False, [row], (), CEILINGS)
     assert "ms" not in record["rows"][0]
     # Not with an infinite error in it.
     json.dumps(record, allow_nan=False)
 
 
 def test_a_long_row_counts_as_much_as_a_short_one(seed):
-    _, wrong = judge.judge(late_rows_too_large, PROBLEMS["causal"], False, seed)
+    case = problems.judged(PROBLEMS["causal"])
+    out = late_rows_too_large(**judge.arguments(case, seed)[0], is_causal=True)
+    _, wrong = judge.judge({"out": out}, case, seed)
     assert wrong
 
 
@@ -157,79 +139,121 @@ def test_a_peer_with_one_wrong_gradient_gets_figures_for_its_forward_alone(seed)
     assert ";" not in row.reason
 
 
-@pytest.mark.parametrize("options", JUDGED)
+@pytest.mark.parametrize("options", OPTIONS)
 def test_a_peer_that_ignores_an_option_gets_none(options, seed):
     row = row_of(deaf, dataclasses.replace(SMALL, **OPTIONS[options]), False, seed)
     assert row.reason.startswith("wrong: out: error")
 
 
+def test_a_peer_is_refused_what_it_has_not(seed):
+    job = Job(
+        "suite",
+        "job",
+        dataclasses.replace(SMALL, logits_soft_cap=3.0),
+        True,
+        [Peer("peer", peers.traced(lambda: ours), frozenset(), has_gradients=False)],
+    )
+    ((ready,),) = jobs.prepare([job], seed, lambda: None)
+    assert ready == Ready(Row("peer", reason="refused: it has no logits_soft_cap, backward"))
+
+
+def unruly(query, key, value):
+    raise AssertionError("what others may raise")
+
+
+def not_installed():
+    raise ImportError("No module named 'peer'")
+
+
+@pytest.mark.parametrize(
+    ("load", "reason"),
+    [
+        (not_installed, "absent: No module named 'peer'"),
+        (lambda: unruly, "refused: what others may raise"),
+    ],
+    ids=["absent", "raises"],
+)
+def test_a_peer_without_figures_says_why(load, reason, seed):
+    job = Job("suite", "job", SMALL, False, [Peer("peer", peers.traced(load))])
+    ((ready,),) = jobs.prepare([job], seed, lambda: None)
+    assert ready == Ready(Row("peer", reason=reason))
+
+
+def test_too_large_a_problem_costs_its_own_row_alone(seed):
+    """As it is found out when it is run, by a card that has not the memory."""
+
+    def explode(*arguments):
+        raise RuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    job = Job(
+        "suite", "job", SMALL, False, [Peer(name, peers.traced(lambda: ours)) for name in "ab"]
+    )
+    ((first, second),) = jobs.prepare([job], seed, lambda: None)
+    first = dataclasses.replace(first, timed=Compiled(explode))
+    bench = jobs.Bench(wall_clock(1.0, "test"), rounds=1, seed=seed)
+    rows = bench.run(job, [first, second], lambda: None)
+    assert rows[0].reason == "refused: RESOURCE_EXHAUSTED: out of memory"
+    assert not rows[0].times
+    assert rows[1].times
+
+
 def test_figures():
-    row = Row("peer", times=(2.0, 1.0, 4.0, 3.0, 5.0))
-    figures = row.figures(flops=3e12, cudnn_ms=1.5, matmul_tflops=2000.0)
-    expected = {"ms": 3, "iqr_ms": 2, "tflops": 1000, "percent_of_matmul": 50, "times_cudnn": 0.5}
-    assert figures == expected
-    assert "times_cudnn" not in row.figures(3e12, np.inf, 2000.0)
+    row = Row("peer", times=(2.0, 1.0, 4.0, 3.0, 5.0), temporary_bytes=7, result_bytes=9)
+    other = Row("other", times=(4.0, 2.0, 8.0, 6.0, 5.0))
+    ceilings = Ceilings({"bfloat16": 2.0, "float32": 1.0}, 4.0)
+    record = report.record("job", SMALL, False, [row, other], ("other", "absent"), ceilings)
+    flops, least_bytes = record["flops"], record["least_bytes"]
+    found, base = record["rows"]
+    assert (found["ms"], found["iqr_ms"]) == (3.0, 2.0)
+    # Round by round: the card was in one state for both.
+    assert (found["times_other"], base["times_other"]) == (2.0, 1.0)
+    assert "times_absent" not in found
+    assert found["tflops"] == pytest.approx(flops / 3e-3 / 1e12)
+    assert found["tbps"] == pytest.approx(least_bytes / 3e-3 / 1e12)
+    assert found["percent_of_matmul"] == pytest.approx(100 * found["tflops"] / 2.0)
+    assert found["percent_of_copy"] == pytest.approx(100 * found["tbps"] / 4.0)
+    assert (found["temporary_bytes"], found["result_bytes"]) == (7, 9)
 
 
-def replace_profiler(monkeypatch, measure):
-    """Which needs packages that JAX itself does not."""
-    module = types.SimpleNamespace(measure=measure)
+def test_ceilings_are_measured_for_each_dtype():
+    ceilings = measure_ceilings(wall_clock(1.0, "test"), ["float32", "bfloat16"], rounds=1)
+    assert set(ceilings.matmul_tflops) == {"float32", "bfloat16"}
+    assert min(*ceilings.matmul_tflops.values(), ceilings.copy_tbps) > 0
+
+
+def replace_profiler(monkeypatch, kernels):
+    """Which needs packages that JAX itself does not, and a GPU."""
+    cupti = types.SimpleNamespace(_cupti_init=list, _cupti_get_timings=kernels)
+    library = types.SimpleNamespace(_mosaic_gpu_ext=cupti)
+    module = types.SimpleNamespace(mosaic_gpu_lib=library)
     monkeypatch.setitem(sys.modules, "jax.experimental.mosaic.gpu.profiler", module)
 
 
-def test_device_time_is_the_mean_of_what_the_profiler_saw(monkeypatch):
-    def measure(function, *, iterations):
-        return lambda *arguments: (function(*arguments), list(range(iterations)))
-
-    replace_profiler(monkeypatch, measure)
+def test_device_time_is_the_sum_of_kernels_by_call(monkeypatch):
+    replace_profiler(monkeypatch, lambda finalize: [("a", 1.0), ("b", 2.0), ("b", 3.0), ("a", 4.0)])
     clock = device_clock(round_ms=1.0)
     assert clock.name.startswith("device time")
-    assert clock.time(jax.jit(lambda x: x), (np.ones(3, np.float32),), 5) == 2
+    sets = [(np.ones(3, np.float32),)]
+    assert clock.time(jax.jit(lambda x: x), sets, 2) == 5.0
+
+
+def test_calls_take_the_sets_in_turn():
+    seen = []
+    wall_clock(1.0, "test").time(seen.append, [("a",), ("b",), ("c",)], 5)
+    assert seen == ["a", "b", "c", "a", "b"]
 
 
 def test_without_a_profiler_the_clock_is_the_wall(monkeypatch):
-    def measure(function, *, iterations):
-        raise RuntimeError("CUPTI profiling is not supported on this platform")
-
-    replace_profiler(monkeypatch, measure)
+    replace_profiler(monkeypatch, lambda finalize: [])
+    assert device_clock(round_ms=1.0).name.startswith("wall time")
+    monkeypatch.setitem(sys.modules, "jax.experimental.mosaic.gpu.profiler", None)
     assert device_clock(round_ms=1.0).name.startswith("wall time")
 
 
 @pytest.mark.parametrize("kernel", peers.GRIDS)
 def test_a_sweep_changes_one_kernel(kernel):
-    swept = [peer.load().keywords["implementation"].configs for peer in peers.sweep(kernel, SMALL)]
+    swept = [backend.configs for backend in peers.sweep_backends(kernel, SMALL).values()]
     assert [getattr(configs, kernel) for configs in swept] == list(peers.GRIDS[kernel])
     assert len(set(swept)) == len(swept)
     others = [dataclasses.replace(configs, **{kernel: None}) for configs in swept]
     assert len(set(others)) == 1
-
-
-def test_the_script_runs_on_a_cpu(tmp_path):
-    asked = ["ours-xla", "ours-triton", "jax-xla", "jax-cudnn", "mha", "tokamax-triton"]
-    out = tmp_path / "results.json"
-    command = [sys.executable, ROOT / "bench" / "run.py", "--suite", "smoke", "--rounds", "2"]
-    printed = subprocess.run(
-        [*command, "--out", out, "--peers", *asked],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
-    last = json.loads(printed.splitlines()[-1])
-    assert last == json.loads(out.read_text())
-    assert last["header"]["clock"].startswith("wall time")
-    forward, both = last["jobs"]
-    assert both["flops"] == 3.5 * forward["flops"]
-    for job in (forward, both):
-        rows = {row["peer"]: row for row in job["rows"]}
-        assert list(rows) == asked
-        for name in ("ours-xla", "jax-xla"):
-            assert not rows[name]["reason"]
-            assert rows[name]["ms"] > 0
-            assert name in printed
-        # Where JAX finds cuDNN it is the lowering that refuses, and names the primitive.
-        refusal = rows["jax-cudnn"]["reason"]
-        assert refusal.startswith("refused: ")
-        assert "cuDNN" in refusal or "dot_product_attention_fwd" in refusal
-        assert rows["mha"]["reason"] == "refused: it has no local_window_size"
-        assert rows["ours-triton"]["reason"].startswith("refused: 'triton' cannot run")

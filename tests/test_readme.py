@@ -41,6 +41,7 @@ def test_the_map_is_the_tree():
     package = ROOT / "pallas_flash"
     rooms = {path for path in package.iterdir() if path.suffix == ".py"}
     rooms |= {path for path in (package / "backends").iterdir() if (path / "__init__.py").exists()}
+    rooms |= set((ROOT / "bench").glob("*.py"))
     assert {str(path.relative_to(ROOT)) for path in rooms} <= paths
 
 

@@ -1,0 +1,154 @@
+"""How much memory attention takes, and how long a sequence fits."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import problems
+import work
+from jobs import Job, judge_one, prepare
+from peers import Peer
+from programs import Compiled
+from rich.table import Table
+
+from pallas_flash.testing import Case
+
+_SHORTEST, _LONGEST = 2**10, 2**26
+
+# What a call may take that only shows that it runs: some seconds on a GPU, one on a CPU.
+_GPU_FLOPS, _CPU_FLOPS = 2e15, 1e10
+
+
+PROBLEM = "B1 N8 K2 H64 causal bfloat16"
+
+
+def problem(length: int) -> Case:
+    """`PROBLEM` at a length."""
+    return Case(B=1, T=length, S=length, N=8, K=2, H=64, dtype="bfloat16", is_causal=True)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """What came of one peer.
+
+    Attributes:
+      temporary_bytes: by length, what it allocates beyond arguments and results, by XLA's account.
+      longest: the greatest length, of powers of two, at which arguments, results and temporaries
+        fit the card together, by that account; 0 for none.
+      ran: the greatest length at which it was run, of those that do not take too long.
+      reason: why there is nothing of this; empty where there is.
+    """
+
+    peer: str
+    with_gradients: bool
+    temporary_bytes: Mapping[int, int] = field(default_factory=dict)
+    longest: int = 0
+    ran: int = 0
+    reason: str = ""
+
+
+def card_bytes() -> int:
+    """What JAX may take of the device's memory."""
+    stats = jax.devices()[0].memory_stats()
+    if stats is not None:
+        return stats["bytes_limit"]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def measure(
+    peers: Sequence[Peer], longest: int, limit: int, seed: int, step: Callable[[], None]
+) -> list[Footprint]:
+    """Of each peer, forward and with gradients, up to a length. `step` follows each of the two."""
+    jobs = [
+        Job("memory", "memory", problem(_SHORTEST), with_gradients, [peer])
+        for with_gradients in (False, True)
+        for peer in peers
+    ]
+    # No figure of what is wrong: at the shortest length it is judged.
+    judged = [
+        judge_one(job, ready, seed)
+        for job, (ready,) in zip(jobs, prepare(jobs, seed, lambda: None), strict=True)
+    ]
+    with ThreadPoolExecutor() as pool:
+        programs = pool.map(
+            lambda job, ready: {} if ready.timed is None else _grow(job, longest, limit),
+            jobs,
+            judged,
+        )
+        results = []
+        for job, ready, by_length in zip(jobs, judged, programs, strict=True):
+            results.append(_footprint(job, ready.row.reason, by_length, seed))
+            step()
+    return results
+
+
+def _grow(job: Job, longest: int, limit: int) -> dict[int, Compiled]:
+    """Programs by length, as long as they fit."""
+    (peer,) = job.rivals
+    programs = {}
+    length = _SHORTEST
+    while length <= longest:
+        case = problem(length)
+        try:
+            compiled = peer.compile(case, job.with_gradients)
+        # XLA finds out that a problem is too large in more than one way.
+        except RuntimeError:
+            break
+        if compiled.temporary_bytes is None or compiled.result_bytes is None:
+            break
+        arguments = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(problems.shapes(case)))
+        if arguments + compiled.temporary_bytes + compiled.result_bytes > limit:
+            break
+        programs[length] = compiled
+        length *= 2
+    return programs
+
+
+def _footprint(job: Job, reason: str, programs: Mapping[int, Compiled], seed: int) -> Footprint:
+    (peer,) = job.rivals
+    most_flops = _GPU_FLOPS if jax.default_backend() == "gpu" else _CPU_FLOPS
+    ran = 0
+    for length in sorted(programs, reverse=True):
+        case = problem(length)
+        if work.flops(case, job.with_gradients) > most_flops:
+            continue
+        try:
+            jax.block_until_ready(programs[length].call(*problems.draw(case, seed)[0]))
+        # The account leaves out what the program's code takes, and gaps between arrays.
+        except RuntimeError:
+            continue
+        ran = length
+        break
+    if not programs and not reason:
+        reason = "refused: XLA gives no account of its memory"
+    temporary = {length: compiled.temporary_bytes or 0 for length, compiled in programs.items()}
+    return Footprint(
+        peer.name, job.with_gradients, temporary, max(programs, default=0), ran, reason
+    )
+
+
+def table(footprints: Sequence[Footprint]) -> Table:
+    """Temporaries at each length, and how far each goes."""
+    result = Table(title=f"memory: {PROBLEM}, temporaries in MB", title_justify="left")
+    lengths = sorted({length for each in footprints for length in each.temporary_bytes})
+    result.add_column("peer", no_wrap=True)
+    for heading in ("direction", *(f"S {length}" for length in lengths), "longest", "ran"):
+        result.add_column(heading, justify="right")
+    result.add_column("no figures because")
+    for each in footprints:
+        cells = [
+            f"{each.temporary_bytes[length] / 1e6:.4g}" if length in each.temporary_bytes else "-"
+            for length in lengths
+        ]
+        direction = "both" if each.with_gradients else "forward"
+        result.add_row(each.peer, direction, *cells, str(each.longest), str(each.ran), each.reason)
+    return result
+
+
+def record(footprints: Sequence[Footprint], limit: int) -> dict[str, Any]:
+    """The same for JSON."""
+    rows = [vars(each) for each in footprints]
+    return {"problem": PROBLEM, "card_bytes": limit, "rows": rows}

@@ -1,0 +1,91 @@
+"""A suite's figures as pictures."""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import problems
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+Record = Mapping[str, Any]
+
+
+def draw(suite: str, found: Record, folder: Path) -> None:
+    """Write the plots of what a suite's JSON file has."""
+    if "jobs" not in found:
+        _memory(found["rows"], folder / f"{suite}.png")
+    elif problems.SUITES[suite].is_series:
+        _series(found["jobs"], folder / f"{suite}-ms.png", "ms", lambda row: row.get("ms"))
+        _series(
+            found["jobs"], folder / f"{suite}-mb.png", "MB, results and temporaries", _megabytes
+        )
+    else:
+        for with_gradients, ending in ((False, "forward"), (True, "backward")):
+            jobs = [job for job in found["jobs"] if job["with_gradients"] == with_gradients]
+            if jobs:
+                _bars(jobs, folder / f"{suite}-{ending}.png")
+
+
+def _megabytes(row: Record) -> float | None:
+    memory = row["temporary_bytes"]
+    return None if memory is None else (memory + row["result_bytes"]) / 1e6
+
+
+def _figure(width: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(width, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.grid(axis="y", alpha=0.3)
+    return figure, axes
+
+
+def _lines(axes: Axes, label: str, points: Mapping[int, float | None]) -> None:
+    known = {length: y for length, y in points.items() if y is not None}
+    axes.plot(list(known), list(known.values()), marker="o", label=label)
+
+
+def _series(
+    jobs: Sequence[Record], path: Path, label: str, figure_of: Callable[[Record], float | None]
+) -> None:
+    """One line for each peer over the length, both axes logarithmic."""
+    figure, axes = _figure(7)
+    for column, peer in enumerate(row["peer"] for row in jobs[0]["rows"]):
+        _lines(axes, peer, {job["case"]["S"]: figure_of(job["rows"][column]) for job in jobs})
+    _finish(figure, axes, path, label)
+
+
+def _memory(rows: Sequence[Record], path: Path) -> None:
+    """Temporaries over the length; those who need none stand at the bottom."""
+    figure, axes = _figure(7)
+    for row in rows:
+        direction = "both" if row["with_gradients"] else "forward"
+        points = {int(length): x / 1e6 for length, x in row["temporary_bytes"].items()}
+        _lines(axes, f"{row['peer']}, {direction}", dict(points))
+    _finish(figure, axes, path, "MB, temporaries", "symlog")
+
+
+def _finish(figure: Figure, axes: Axes, path: Path, label: str, scale: str = "log") -> None:
+    axes.set_xscale("log", base=2)
+    axes.set_yscale(scale)
+    axes.set_xlabel("S")
+    axes.set_ylabel(label)
+    axes.legend()
+    figure.savefig(path, dpi=150)
+
+
+def _bars(jobs: Sequence[Record], path: Path) -> None:
+    """TFLOP/s, a group of bars for each problem, a colour for each peer with a figure in one."""
+    speeds = {
+        peer: [row.get("tflops", 0.0) for job in jobs for row in job["rows"] if row["peer"] == peer]
+        for peer in dict.fromkeys(row["peer"] for job in jobs for row in job["rows"])
+    }
+    speeds = {peer: known for peer, known in speeds.items() if any(known)}
+    figure, axes = _figure(2 + 1.4 * len(jobs))
+    width = 0.85 / max(1, len(speeds))
+    for place, (peer, known) in enumerate(speeds.items()):
+        axes.bar(np.arange(len(jobs)) + place * width, known, width, label=peer)
+    axes.set_xticks(np.arange(len(jobs)) + 0.4, [job["name"] for job in jobs], rotation=20)
+    axes.set_ylabel("TFLOP/s")
+    axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,168 @@
+"""Draw the plots of a run's JSON files and make the README's tables from them.
+
+python bench/publish.py [FOLDER]
+"""
+
+import json
+import re
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import plots
+
+_ROOT = Path(__file__).parent.parent
+_README = _ROOT / "README.md"
+RESULTS = _ROOT / "bench" / "results" / "h200"
+
+_BEGIN = "<!-- From here to the end mark `python bench/publish.py` writes. -->"
+_END = "<!-- End mark. -->"
+
+Record = Mapping[str, Any]
+
+
+def text(folder: Path) -> str:
+    """All tables of a folder's JSON files."""
+    found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    parts = {
+        "headline": lambda suite: speeds("headline", suite, folder),
+        "models": lambda suite: speeds("models", suite, folder),
+        "origin": lambda suite: series(suite, folder),
+        "memory": memory,
+    }
+    return "\n\n".join(part(found[name]) for name, part in parts.items() if name in found)
+
+
+def speeds(name: str, suite: Record, folder: Path) -> str:
+    """TFLOP/s of each peer, forward and with backward, a line for each problem."""
+    jobs: dict[str, list[Record]] = {}
+    for job in suite["jobs"]:
+        jobs.setdefault(job["name"], []).append(job)
+    peers = [
+        peer
+        for peer in dict.fromkeys(row["peer"] for job in suite["jobs"] for row in job["rows"])
+        if any("tflops" in _row(job, peer) for job in suite["jobs"])
+    ]
+    ours = peers[0]
+
+    def both(directions: Sequence[Record], peer: str, figure: str, form: str) -> str:
+        known = [_row(job, peer).get(figure) for job in directions]
+        return " / ".join("-" if x is None else format(x, form) for x in known)
+
+    lines = [
+        [
+            f"{problem}: {_sizes(directions[0]['case'])}",
+            *(both(directions, peer, "tflops", ".0f") for peer in peers),
+            both(directions, ours, "times_jax-cudnn", ".2f"),
+        ]
+        for problem, directions in jobs.items()
+    ]
+    heading = [name, *peers, f"{ours} x jax-cudnn"]
+    absent = {
+        row["peer"]: row["reason"]
+        for job in suite["jobs"]
+        for row in job["rows"]
+        if row["reason"].startswith("absent")
+    }
+    notes = [f"{peer} is {reason}." for peer, reason in absent.items()]
+    about = f"TFLOP/s, forward / forward and backward. {_about(suite['header'])}"
+    return "\n".join([about, *notes, "", *_table(heading, lines)]) + _plots(folder, name)
+
+
+def series(suite: Record, folder: Path) -> str:
+    """Milliseconds and megabytes of each peer, a line for each length."""
+    jobs = suite["jobs"]
+    peers = [row["peer"] for row in jobs[0]["rows"]]
+
+    def megabytes(row: Record) -> str:
+        return f"{row['temporary_bytes'] / 1e6:.4g}" if row["temporary_bytes"] is not None else "-"
+
+    def times(row: Record) -> str:
+        return f"{row['ms']:.3g}" if "ms" in row else "-"
+
+    cells: Sequence[Callable[[Record], str]] = (times, megabytes)
+    lines = [
+        [str(job["case"]["S"]), *(cell(row) for cell in cells for row in job["rows"])]
+        for job in jobs
+    ]
+    heading = ["S", *(f"{peer} ms" for peer in peers), *(f"{peer} MB" for peer in peers)]
+    about = (
+        f"{_sizes(jobs[0]['case'])} at growing lengths, forward: ms, and MB allocated beyond "
+        f"arguments and results. {_about(suite['header'])}"
+    )
+    return "\n".join([about, "", *_table(heading, lines)]) + _plots(folder, "origin")
+
+
+def memory(suite: Record) -> str:
+    """How long a sequence fits."""
+    lines = [
+        [
+            row["peer"],
+            "forward and backward" if row["with_gradients"] else "forward",
+            f"{row['longest']:,}",
+            f"{row['ran']:,}",
+        ]
+        for row in suite["rows"]
+        if row["longest"]
+    ]
+    about = (
+        f"The longest sequence, of powers of two, that fits {suite['card_bytes'] / 1e9:.0f} GB by "
+        f"XLA's account ({suite['problem']}), and the longest of these that was run to see it."
+    )
+    return "\n".join([about, "", *_table(["", "", "fits", "ran"], lines)])
+
+
+def _row(job: Record, peer: str) -> Record:
+    return next((row for row in job["rows"] if row["peer"] == peer), {})
+
+
+def _sizes(case: Record) -> str:
+    """Such as "B2 S8192 N16 K16 H128 causal"."""
+    names = ("B", "T", "S", "N", "K", "H") if case["T"] != case["S"] else ("B", "S", "N", "K", "H")
+    parts = [f"{name}{case[name]}" for name in names]
+    if case["Hv"] is not None:
+        parts.append(f"Hv{case['Hv']}")
+    if case["is_causal"]:
+        parts.append("causal")
+    if case["local_window_size"] is not None:
+        parts.append(f"window {tuple(case['local_window_size'])}")
+    if case["logits_soft_cap"] is not None:
+        parts.append(f"cap {case['logits_soft_cap']:g}")
+    return " ".join([*parts, case["dtype"]])
+
+
+def _about(header: Record) -> str:
+    matmul = ", ".join(
+        f"{x:.0f} TFLOP/s in {dtype}" for dtype, x in header["matmul_tflops"].items()
+    )
+    return (
+        f"{header['card']}, JAX {header['jax']}, driver {header['driver']}, {header['date']}, "
+        f"commit {header['commit']}; in the same run a large matrix product reached {matmul} and a "
+        f"copy {header['copy_tbps']:.2f} TB/s."
+    )
+
+
+def _table(heading: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
+    rows = [heading, ["---"] * len(heading), *lines]
+    return ["| " + " | ".join(cells) + " |" for cells in rows]
+
+
+def _plots(folder: Path, suite: str) -> str:
+    paths = sorted(path.relative_to(_ROOT) for path in folder.glob(f"{suite}-*.png"))
+    return "".join(f"\n\n![{path.stem}]({path})" for path in paths)
+
+
+def rewritten(readme: str, tables: str) -> str:
+    """The README with these tables between its marks."""
+    pattern = re.compile(f"{re.escape(_BEGIN)}.*{re.escape(_END)}", re.DOTALL)
+    if len(pattern.findall(readme)) != 1:
+        raise ValueError(f"README.md: expected {_BEGIN!r} and {_END!r} in it, once each")
+    return pattern.sub(lambda _: f"{_BEGIN}\n\n{tables}\n\n{_END}", readme)
+
+
+if __name__ == "__main__":
+    results = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else RESULTS
+    for path in results.glob("*.json"):
+        plots.draw(path.stem, json.loads(path.read_text()), results)
+    _README.write_text(rewritten(_README.read_text(), text(results)))

@@ -1,0 +1,142 @@
+"""The bench as a command: without a GPU, and asked for what there is not."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import base
+import command_line
+import footprint
+import peers
+import problems
+import publish
+import pytest
+
+ROOT = Path(__file__).parent.parent
+COMMAND = [sys.executable, ROOT / "bench" / "run.py"]
+ON_CPU = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
+
+
+def run(*arguments: object) -> str:
+    command = [*COMMAND, *map(str, arguments)]
+    done = subprocess.run(command, env=ON_CPU, capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_a_suite_on_a_cpu(tmp_path):
+    asked = ["ours-xla", "ours-triton", "jax-xla", "jax-cudnn", "mha", "tokamax-triton", "triton"]
+    out = tmp_path / "results"
+    printed = run("--suite", "smoke", "--rounds", 2, "--out", out, "--peers", *asked)
+    last = json.loads(printed.splitlines()[-1])
+    written = json.loads((out / "smoke.json").read_text())
+    assert written == {"header": last["header"], **last["suites"]["smoke"]}
+    assert {path.name for path in out.iterdir()} == {
+        "smoke.json",
+        "smoke-forward.png",
+        "smoke-backward.png",
+    }
+    assert last["header"]["clock"].startswith("wall time")
+    forward, both = written["jobs"]
+    assert both["flops"] == 3.5 * forward["flops"]
+    for job in (forward, both):
+        rows = {row["peer"]: row for row in job["rows"]}
+        assert list(rows) == asked
+        for name in ("ours-xla", "jax-xla"):
+            assert not rows[name]["reason"]
+            assert rows[name]["ms"] > 0
+            assert name in printed
+        # Where JAX finds cuDNN it is the lowering that refuses, and names the primitive.
+        refusal = rows["jax-cudnn"]["reason"]
+        assert refusal.startswith("refused: ")
+        assert "cuDNN" in refusal or "dot_product_attention_fwd" in refusal
+        assert rows["mha"]["reason"] == "refused: it has no local_window_size"
+        assert rows["ours-triton"]["reason"].startswith("refused: 'triton' cannot run")
+
+
+def test_a_series_beside_another_revision(tmp_path):
+    printed = run(
+        *("--suite", "origin", "--case", "s64", "--rounds", 1, "--wall", "--out", tmp_path),
+        *("--peers", "jax-xla", "three-steps", "--base", "HEAD"),
+    )
+    (job,) = json.loads((tmp_path / "origin.json").read_text())["jobs"]
+    plain, steps, other = job["rows"]
+    assert plain["times_jax-xla"] == 1.0
+    assert steps["temporary_bytes"] >= 4 * 2 * 16 * 64 * 64
+    # It is there, and says what it misses.
+    assert other["peer"] == "base"
+    assert other["reason"].startswith("refused: 'triton' cannot run")
+    assert "origin: MB, results + temporaries" in printed
+    assert {path.name for path in tmp_path.glob("*.png")} == {"origin-ms.png", "origin-mb.png"}
+
+
+def test_how_memory_grows(seed):
+    asked = [peers.PEERS[name] for name in ("three-steps", "ours-xla", "ours-triton")]
+    found = footprint.measure(asked, 4096, footprint.card_bytes(), seed, lambda: None)
+    rows = {(row.peer, row.with_gradients): row for row in found}
+    plain, ours = rows["three-steps", False], rows["ours-xla", False]
+    # Four times for twice the length, and twice.
+    assert plain.temporary_bytes[4096] > 3.9 * plain.temporary_bytes[2048]
+    assert ours.temporary_bytes[4096] < 2.2 * ours.temporary_bytes[2048]
+    assert ours.longest == 4096 >= plain.longest >= plain.ran >= 1024
+    assert rows["ours-triton", True].reason.startswith("refused: 'triton' cannot run")
+
+
+def test_what_does_not_fit_is_not_said_to(seed):
+    plain = peers.PEERS["three-steps"]
+    enough = 200 * 10**6
+    (found, _) = footprint.measure([plain], 4096, enough, seed, lambda: None)
+    assert found.longest == 1024
+    assert not found.reason
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--suite", "headlines"], "argument --suite: invalid choice: 'headlines'"),
+        (["--peers", "cudnn"], "argument --peers: invalid choice: 'cudnn'"),
+        (["--base", "no-such-revision"], "argument --base: no revision of this project"),
+        (["--base=--help"], "argument --base: no revision of this project"),
+        (["--out", "/proc/no/folder"], "argument --out: cannot write into '/proc/no/folder'"),
+        (["--out", __file__], "argument --out: cannot write into"),
+        (["--case", "h63"], "argument --case: no problem of headline has 'h63' in its name"),
+        (["--rounds", "0"], "argument --rounds: invalid number of 1 or more value: '0'"),
+        (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
+        (["--sweep", "forwards"], "argument --sweep: invalid choice: 'forwards'"),
+        (["--suite", "memory", "--sweep", "forward"], "argument --sweep: it compares times"),
+        (["--quik"], "unrecognized arguments: --quik"),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_bad_arguments_end_in_one_sentence(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command_line.parse(arguments, None)
+    assert ended.value.code == 2
+    printed = capsys.readouterr()
+    assert not printed.out
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_another_revision_has_modules_of_its_own(tmp_path):
+    """However late they are imported: by their full names, which are not the present one's."""
+    peer = base.load(base.resolve("HEAD"), tmp_path)
+    with pytest.raises(NotImplementedError, match="'triton' cannot run"):
+        peer.compile(problems.SUITES["smoke"].cases["smoke"], True)
+    (folder,) = tmp_path.glob("pallas_flash_*")
+    loaded = [name for name in sys.modules if name.startswith(folder.name)]
+    assert f"{folder.name}.backends.triton" in loaded
+    for path in folder.rglob("*.py"):
+        assert "pallas_flash." not in path.read_text().replace(folder.name, "")
+
+
+def test_every_peer_of_a_suite_is_in_the_list():
+    for suite in problems.SUITES.values():
+        assert set(suite.peers) <= set(peers.PEERS)
+
+
+def test_the_readme_shows_the_results():
+    """Its tables are what the command makes of the files, to the letter."""
+    readme = (ROOT / "README.md").read_text()
+    assert publish.rewritten(readme, publish.text(publish.RESULTS)) == readme
