@@ -72,16 +72,21 @@ def measure(
         judge_one(job, ready, seed)
         for job, (ready,) in zip(jobs, prepare(jobs, seed, lambda: None), strict=True)
     ]
+    programs: dict[tuple[str, bool], dict[int, Compiled]] = {}
+
+    def grow(peer: Peer) -> None:
+        # One after the other: XLA tries kernels as it compiles, which takes memory.
+        for job, ready in zip(jobs, judged, strict=True):
+            if job.rivals == [peer] and ready.timed is not None:
+                programs[peer.name, job.with_gradients] = _grow(job, longest, limit)
+
     with ThreadPoolExecutor() as pool:
-        programs = pool.map(
-            lambda job, ready: {} if ready.timed is None else _grow(job, longest, limit),
-            jobs,
-            judged,
-        )
-        results = []
-        for job, ready, by_length in zip(jobs, judged, programs, strict=True):
-            results.append(_footprint(job, ready.row.reason, by_length, seed))
-            step()
+        list(pool.map(grow, peers))
+    results = []
+    for job, ready in zip(jobs, judged, strict=True):
+        fitting = programs.get((ready.row.peer, job.with_gradients), {})
+        results.append(_footprint(job, ready.row.reason, fitting, seed))
+        step()
     return results
 
 

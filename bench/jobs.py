@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import jax
 import judge
 import problems
 from clock import Clock
@@ -47,16 +48,34 @@ def prepare(jobs: Sequence[Job], seed: int, step: Callable[[], None]) -> list[li
         judged = {problems.judged(job.case) for job in jobs}
         list(pool.map(lambda case: judge.reference(case, seed), judged))
 
-        def compile_one(asked: tuple[Job, Peer]) -> Ready:
-            ready = _compile(*asked)
-            step()
-            return ready
+        asked = [(job, peer) for job in jobs for peer in job.rivals]
 
-        ready = pool.map(compile_one, [(job, peer) for job in jobs for peer in job.rivals])
-        return [[next(ready) for _ in job.rivals] for job in jobs]
+        def compile_one(pair: tuple[Job, Peer]) -> Ready | None:
+            try:
+                return _compile(*pair)
+            except jax.errors.JaxRuntimeError:
+                return None
+            finally:
+                step()
+
+        ready = list(pool.map(compile_one, asked))
+    # XLA tries kernels as it compiles, for which several at a time may have too little memory.
+    again = iter(
+        _compile_alone(*pair) if found is None else found
+        for pair, found in zip(asked, ready, strict=True)
+    )
+    return [[next(again) for _ in job.rivals] for job in jobs]
+
+
+def _compile_alone(job: Job, peer: Peer) -> Ready:
+    try:
+        return _compile(job, peer)
+    except jax.errors.JaxRuntimeError as problem:
+        return Ready(Row(peer.name, reason=_reason("refused", problem)))
 
 
 def _compile(job: Job, peer: Peer) -> Ready:
+    """Raises what XLA does where it fails; a peer that is not there or refuses is a row."""
     options = problems.options(job.case)
     if job.case.key_value_seq_lengths is not None:
         options["key_value_seq_lengths"] = ...
@@ -67,6 +86,8 @@ def _compile(job: Job, peer: Peer) -> Ready:
         timed = peer.compile(job.case, job.with_gradients)
     except ImportError as problem:
         return Ready(Row(peer.name, reason=_reason("absent", problem)))
+    except jax.errors.JaxRuntimeError:
+        raise
     # Others' code refuses with whatever it likes. The row shows it.
     except Exception as problem:
         return Ready(Row(peer.name, reason=_reason("refused", problem)))

@@ -257,3 +257,21 @@ def test_a_sweep_changes_one_kernel(kernel):
     assert len(set(swept)) == len(swept)
     others = [dataclasses.replace(configs, **{kernel: None}) for configs in swept]
     assert len(set(others)) == 1
+
+
+def test_what_fails_beside_others_is_tried_again_alone(seed):
+    tries = []
+
+    def compile_second_time(case, with_gradients):
+        tries.append(with_gradients)
+        if len(tries) == 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return Compiled(lambda *arguments: None)
+
+    def never(case, with_gradients):
+        raise jax.errors.JaxRuntimeError("INTERNAL: no")
+
+    job = Job("suite", "job", SMALL, False, [Peer("a", compile_second_time), Peer("b", never)])
+    ((first, second),) = jobs.prepare([job], seed, lambda: None)
+    assert first.timed is not None
+    assert second == Ready(Row("b", reason="refused: INTERNAL: no"))
