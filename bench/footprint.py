@@ -72,44 +72,50 @@ def measure(
         judge_one(job, ready, seed)
         for job, (ready,) in zip(jobs, prepare(jobs, seed, lambda: None), strict=True)
     ]
-    programs: dict[tuple[str, bool], dict[int, Compiled]] = {}
-
-    def grow(peer: Peer) -> None:
-        # One after the other: XLA tries kernels as it compiles, which takes memory.
-        for job, ready in zip(jobs, judged, strict=True):
-            if job.rivals == [peer] and ready.timed is not None:
-                programs[peer.name, job.with_gradients] = _grow(job, longest, limit)
-
     with ThreadPoolExecutor() as pool:
-        list(pool.map(grow, peers))
-    results = []
-    for job, ready in zip(jobs, judged, strict=True):
-        fitting = programs.get((ready.row.peer, job.with_gradients), {})
-        results.append(_footprint(job, ready.row.reason, fitting, seed))
-        step()
+        programs = pool.map(
+            lambda job, ready: {} if ready.timed is None else _grow(job, longest, limit),
+            jobs,
+            judged,
+        )
+        results = []
+        for job, ready, fitting in zip(jobs, judged, programs, strict=True):
+            results.append(_footprint(job, ready.row.reason, fitting, seed))
+            step()
     return results
 
 
 def _grow(job: Job, longest: int, limit: int) -> dict[int, Compiled]:
-    """Programs by length, as long as they fit."""
+    """Programs by length that fit: four times the length before, and at the end twice."""
     (peer,) = job.rivals
-    programs = {}
-    length = _SHORTEST
-    while length <= longest:
-        case = problem(length)
-        try:
-            compiled = peer.compile(case, job.with_gradients)
-        # XLA finds out that a problem is too large in more than one way.
-        except RuntimeError:
-            break
-        if compiled.temporary_bytes is None or compiled.result_bytes is None:
-            break
-        arguments = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(problems.shapes(case)))
-        if arguments + compiled.temporary_bytes + compiled.result_bytes > limit:
-            break
-        programs[length] = compiled
-        length *= 2
+    programs: dict[int, Compiled] = {}
+    length = _SHORTEST // 4
+    for factor in (4, 2):
+        while (longer := factor * length) <= longest:
+            compiled = _fitting(peer, longer, job.with_gradients, limit)
+            if compiled is None:
+                break
+            programs[longer] = compiled
+            length = longer
     return programs
+
+
+def _fitting(peer: Peer, length: int, with_gradients: bool, limit: int) -> Compiled | None:
+    """The program for a length, if it and its arrays fit."""
+    case = problem(length)
+    arguments = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(problems.shapes(case)))
+    # Before XLA sets out to find room for them.
+    if arguments > limit:
+        return None
+    try:
+        compiled = peer.compile(case, with_gradients, False)
+    # It finds out that a problem is too large in more than one way.
+    except RuntimeError:
+        return None
+    if compiled.temporary_bytes is None or compiled.result_bytes is None:
+        return None
+    taken = arguments + compiled.temporary_bytes + compiled.result_bytes
+    return compiled if taken <= limit else None
 
 
 def _footprint(job: Job, reason: str, programs: Mapping[int, Compiled], seed: int) -> Footprint:

@@ -82,8 +82,8 @@ def _compile(job: Job, peer: Peer) -> Ready:
     if missing := peer.missing(frozenset(options), job.with_gradients):
         return Ready(Row(peer.name, reason=f"refused: it has no {missing}"))
     try:
-        judged = peer.compile(problems.judged(job.case), job.with_gradients)
-        timed = peer.compile(job.case, job.with_gradients)
+        judged = peer.compile(problems.judged(job.case), job.with_gradients, False)
+        timed = peer.compile(job.case, job.with_gradients, True)
     except ImportError as problem:
         return Ready(Row(peer.name, reason=_reason("absent", problem)))
     except jax.errors.JaxRuntimeError:

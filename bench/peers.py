@@ -35,14 +35,15 @@ class Peer:
 
     Attributes:
       name: as in `--peers`.
-      compile: a case's program, with gradients or without. An ImportError where the peer is not
-        installed, a NotImplementedError, ValueError or RuntimeError where it cannot run the case.
+      compile: a case's program, with gradients or without, tuned or not as `programs.compile_jax`
+        has it. An ImportError where the peer is not installed, and any other where it cannot run
+        the case.
       options: which options of a problem it takes.
       has_gradients: whether it has a backward.
     """
 
     name: str
-    compile: Callable[[Case, bool], Compiled]
+    compile: Callable[[Case, bool, bool], Compiled]
     options: frozenset[str] = _ALL_OPTIONS
     has_gradients: bool = True
 
@@ -54,9 +55,13 @@ class Peer:
         return ", ".join(lacks)
 
 
-def traced(load: Callable[[], Attention]) -> Callable[[Case, bool], Compiled]:
+def traced(load: Callable[[], Attention]) -> Callable[[Case, bool, bool], Compiled]:
     """`Peer.compile` of an attention that JAX traces; `load` imports it."""
-    return lambda case, with_gradients: compile_jax(load(), case, with_gradients)
+
+    def compile_loaded(case: Case, with_gradients: bool, is_tuned: bool) -> Compiled:
+        return compile_jax(load(), case, with_gradients, is_tuned)
+
+    return compile_loaded
 
 
 def _ours(implementation: str | Backend) -> Attention:
@@ -97,7 +102,8 @@ def _tokamax(implementation: str) -> Attention:
     return partial(module.dot_product_attention, implementation=implementation)
 
 
-def _torch(backend: str, case: Case, with_gradients: bool) -> Compiled:
+def _torch(backend: str, case: Case, with_gradients: bool, is_tuned: bool) -> Compiled:
+    """PyTorch compiles nothing, so that there is nothing to tune."""
     module = importlib.import_module("torch_sdpa")
     return Compiled(module.program(backend, case, with_gradients))
 

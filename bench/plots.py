@@ -49,7 +49,7 @@ def _series(
     jobs: Sequence[Record], path: Path, label: str, figure_of: Callable[[Record], float | None]
 ) -> None:
     """One line for each peer over the length, both axes logarithmic."""
-    figure, axes = _figure(7)
+    figure, axes = _figure(8)
     for column, peer in enumerate(row["peer"] for row in jobs[0]["rows"]):
         _lines(axes, peer, {job["case"]["S"]: figure_of(job["rows"][column]) for job in jobs})
     _finish(figure, axes, path, label)
@@ -57,7 +57,7 @@ def _series(
 
 def _memory(rows: Sequence[Record], path: Path) -> None:
     """Temporaries over the length; those who need none stand at the bottom."""
-    figure, axes = _figure(7)
+    figure, axes = _figure(8)
     for row in rows:
         direction = "both" if row["with_gradients"] else "forward"
         points = {int(length): x / 1e6 for length, x in row["temporary_bytes"].items()}
@@ -70,7 +70,7 @@ def _finish(figure: Figure, axes: Axes, path: Path, label: str, scale: str = "lo
     axes.set_yscale(scale)
     axes.set_xlabel("S")
     axes.set_ylabel(label)
-    axes.legend()
+    figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=150)
 
 
@@ -81,11 +81,11 @@ def _bars(jobs: Sequence[Record], path: Path) -> None:
         for peer in dict.fromkeys(row["peer"] for job in jobs for row in job["rows"])
     }
     speeds = {peer: known for peer, known in speeds.items() if any(known)}
-    figure, axes = _figure(2 + 1.4 * len(jobs))
+    figure, axes = _figure(3 + 1.4 * len(jobs))
     width = 0.85 / max(1, len(speeds))
     for place, (peer, known) in enumerate(speeds.items()):
         axes.bar(np.arange(len(jobs)) + place * width, known, width, label=peer)
     axes.set_xticks(np.arange(len(jobs)) + 0.4, [job["name"] for job in jobs], rotation=20)
     axes.set_ylabel("TFLOP/s")
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=150)

@@ -30,8 +30,16 @@ class Compiled:
     result_bytes: int | None = None
 
 
-def compile_jax(attention: Attention, case: Case, with_gradients: bool) -> Compiled:
-    """One jitted function."""
+def compile_jax(attention: Attention, case: Case, with_gradients: bool, is_tuned: bool) -> Compiled:
+    """One jitted function.
+
+    Args:
+      attention: what JAX traces.
+      case: what it is called with.
+      with_gradients: whether to call its gradients too.
+      is_tuned: whether XLA may try dozens of kernels for each product on a GPU, as it does for its
+        users. What is not timed can do without.
+    """
     options = problems.options(case)
 
     def forward(primals: Arrays, others: Arrays) -> jax.Array:
@@ -43,7 +51,9 @@ def compile_jax(attention: Attention, case: Case, with_gradients: bool) -> Compi
         out, vjp = jax.vjp(lambda x: forward(x, others), primals)
         return {"out": out, **{f"d{name}": x for name, x in vjp(dout)[0].items()}}
 
-    compiled = jax.jit(results).lower(*problems.shapes(case)).compile()
+    untuned = {"xla_gpu_autotune_level": 0}
+    jitted = jax.jit(results, compiler_options=None if is_tuned else untuned)
+    compiled = jitted.lower(*problems.shapes(case)).compile()
     memory = compiled.memory_analysis()
     if memory is None:
         return Compiled(compiled)

@@ -75,23 +75,43 @@ def series(suite: Record, folder: Path) -> str:
     jobs = suite["jobs"]
     peers = [row["peer"] for row in jobs[0]["rows"]]
 
-    def megabytes(row: Record) -> str:
-        return f"{row['temporary_bytes'] / 1e6:.4g}" if row["temporary_bytes"] is not None else "-"
-
     def times(row: Record) -> str:
         return f"{row['ms']:.3g}" if "ms" in row else "-"
 
-    cells: Sequence[Callable[[Record], str]] = (times, megabytes)
+    cells: Sequence[Callable[[Record], str]] = (times, _megabytes)
     lines = [
         [str(job["case"]["S"]), *(cell(row) for cell in cells for row in job["rows"])]
         for job in jobs
     ]
     heading = ["S", *(f"{peer} ms" for peer in peers), *(f"{peer} MB" for peer in peers)]
     about = (
-        f"{_sizes(jobs[0]['case'])} at growing lengths, forward: ms, and MB allocated beyond "
-        f"arguments and results. {_about(suite['header'])}"
+        f"{_sizes(jobs[0]['case'], without='S')} at growing lengths, forward: ms, and MB allocated "
+        f"beyond arguments and results. {_about(suite['header'])}"
     )
-    return "\n".join([about, "", *_table(heading, lines)]) + _plots(folder, "origin")
+    return "\n".join([about, *_compared(jobs), "", *_table(heading, lines)]) + _plots(
+        folder, "origin"
+    )
+
+
+def _compared(jobs: Sequence[Record]) -> list[str]:
+    """The last of the peers beside the others at one length, in a sentence."""
+    job = next((job for job in jobs if job["case"]["S"] == 2048), None)
+    if job is None:
+        return []
+    *others, ours = job["rows"]
+    ratios = [
+        f"{row['ms'] / ours['ms']:.2f} times as fast as {row['peer']}"
+        for row in others
+        if "ms" in row
+    ]
+    return [f"At 2048 {ours['peer']} is {', '.join(ratios)}."]
+
+
+def _megabytes(row: Record) -> str:
+    if row["temporary_bytes"] is None:
+        return "-"
+    megabytes = row["temporary_bytes"] / 1e6
+    return f"{megabytes:,.0f}" if megabytes >= 10 else f"{megabytes:.2g}"
 
 
 def memory(suite: Record) -> str:
@@ -117,10 +137,10 @@ def _row(job: Record, peer: str) -> Record:
     return next((row for row in job["rows"] if row["peer"] == peer), {})
 
 
-def _sizes(case: Record) -> str:
-    """Such as "B2 S8192 N16 K16 H128 causal"."""
+def _sizes(case: Record, without: str = "") -> str:
+    """Such as "B2 S8192 N16 K16 H128 causal bfloat16"."""
     names = ("B", "T", "S", "N", "K", "H") if case["T"] != case["S"] else ("B", "S", "N", "K", "H")
-    parts = [f"{name}{case[name]}" for name in names]
+    parts = [f"{name}{case[name]}" for name in names if name != without]
     if case["Hv"] is not None:
         parts.append(f"Hv{case['Hv']}")
     if case["is_causal"]:

@@ -262,13 +262,13 @@ def test_a_sweep_changes_one_kernel(kernel):
 def test_what_fails_beside_others_is_tried_again_alone(seed):
     tries = []
 
-    def compile_second_time(case, with_gradients):
+    def compile_second_time(case, with_gradients, is_tuned):
         tries.append(with_gradients)
         if len(tries) == 1:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return Compiled(lambda *arguments: None)
 
-    def never(case, with_gradients):
+    def never(case, with_gradients, is_tuned):
         raise jax.errors.JaxRuntimeError("INTERNAL: no")
 
     job = Job("suite", "job", SMALL, False, [Peer("a", compile_second_time), Peer("b", never)])

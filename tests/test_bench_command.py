@@ -76,9 +76,9 @@ def test_how_memory_grows(seed):
     found = footprint.measure(asked, 4096, footprint.card_bytes(), seed, lambda: None)
     rows = {(row.peer, row.with_gradients): row for row in found}
     plain, ours = rows["three-steps", False], rows["ours-xla", False]
-    # Four times for twice the length, and twice.
-    assert plain.temporary_bytes[4096] > 3.9 * plain.temporary_bytes[2048]
-    assert ours.temporary_bytes[4096] < 2.2 * ours.temporary_bytes[2048]
+    # Sixteen times for four times the length, and four times.
+    assert plain.temporary_bytes[4096] > 15.5 * plain.temporary_bytes[1024]
+    assert ours.temporary_bytes[4096] < 4.4 * ours.temporary_bytes[1024]
     assert ours.longest == 4096 >= plain.longest >= plain.ran >= 1024
     assert rows["ours-triton", True].reason.startswith("refused: 'triton' cannot run")
 
@@ -123,7 +123,7 @@ def test_another_revision_has_modules_of_its_own(tmp_path):
     """However late they are imported: by their full names, which are not the present one's."""
     peer = base.load(base.resolve("HEAD"), tmp_path)
     with pytest.raises(NotImplementedError, match="'triton' cannot run"):
-        peer.compile(problems.SUITES["smoke"].cases["smoke"], True)
+        peer.compile(problems.SUITES["smoke"].cases["smoke"], True, False)
     (folder,) = tmp_path.glob("pallas_flash_*")
     loaded = [name for name in sys.modules if name.startswith(folder.name)]
     assert f"{folder.name}.backends.triton" in loaded
