@@ -24,12 +24,14 @@ def resolve(revision: str) -> str:
       ValueError: there is no such revision, or the package is not in it.
     """
     try:
+        _git("rev-parse", "--git-dir")
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        raise ValueError("there is no git repository here to find a revision in") from None
+    try:
         commit = _git(
             "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"
         )
         _git("cat-file", "-e", f"{commit.decode().strip()}:{_PACKAGE}/__init__.py")
-    except FileNotFoundError:
-        raise ValueError("there is no git here to find a revision with") from None
     except subprocess.CalledProcessError:
         raise ValueError(
             f"no revision of this project, with {_PACKAGE}/ in it, is {revision!r}"

@@ -32,8 +32,17 @@ def _positive(text: str) -> int:
     return number
 
 
-# What argparse calls it in its message.
+def _seed(text: str) -> int:
+    """What both NumPy and JAX take."""
+    number = int(text)
+    if not 0 <= number < 2**32:
+        raise ValueError
+    return number
+
+
+# What argparse calls them in its message.
 _positive.__name__ = "number of 1 or more"
+_seed.__name__ = "number from 0 to 2^32 - 1"
 
 
 def _folder(text: str) -> Path:
@@ -82,9 +91,9 @@ def parse(arguments: Sequence[str] | None, description: str | None) -> argparse.
     add("--base", type=_commit, metavar="REV", help="this project at another revision, beside it")
     add("--sweep", choices=peers.GRIDS, help="try configs of this kernel of ours, fastest first")
     add("--rounds", type=_positive, help="how often each is timed: 10, with --quick 3")
-    add("--quick", action="store_true", help="two problems, three peers, short rounds: a minute")
+    add("--quick", action="store_true", help="two problems a suite, few peers, short rounds")
     add("--wall", action="store_true", help="wall time, even where device time is to be had")
-    add("--seed", type=int, default=secrets.randbits(31), help="of all arrays; random by default")
+    add("--seed", type=_seed, default=secrets.randbits(31), help="of all arrays; random by default")
     add("--out", type=_folder, metavar="FOLDER", help="write a JSON file for each suite, and plots")
     args = parser.parse_args(arguments)
     if args.sweep and MEMORY in args.suite:
@@ -115,8 +124,8 @@ def jobs(args: argparse.Namespace, beside: Sequence[Peer]) -> list[Job]:
             continue
         suite = problems.SUITES[suite_name]
         case, directions = suite.cases[name], suite.directions
-        chosen = args.peers or (args.sweep and _SWEEP_PEERS) or suite.peers or _usual(args)
-        rivals = [*(peers.PEERS[peer] for peer in chosen), *beside]
+        usual = peers.QUICK if args.quick else peers.DEFAULT
+        rivals = _rivals(args, suite.peers or (args.sweep and _SWEEP_PEERS) or usual, beside)
         if args.sweep:
             rivals += peers.sweep(args.sweep, case)
             # A forward kernel is best seen without a backward; others have no part without one.
@@ -128,8 +137,9 @@ def jobs(args: argparse.Namespace, beside: Sequence[Peer]) -> list[Job]:
 
 def memory_peers(args: argparse.Namespace, beside: Sequence[Peer]) -> list[Peer]:
     """Who is asked how much memory it takes."""
-    return [*(peers.PEERS[peer] for peer in args.peers or peers.QUICK), *beside]
+    return _rivals(args, peers.QUICK, beside)
 
 
-def _usual(args: argparse.Namespace) -> Sequence[str]:
-    return peers.QUICK if args.quick else peers.DEFAULT
+def _rivals(args: argparse.Namespace, default: Sequence[str], beside: Sequence[Peer]) -> list[Peer]:
+    # Each once, however often it is named.
+    return [*(peers.PEERS[name] for name in dict.fromkeys(args.peers or default)), *beside]

@@ -12,6 +12,7 @@ import work
 from jobs import Job, judge_one, prepare
 from peers import Peer
 from programs import Compiled
+from report import Row
 from rich.table import Table
 
 from pallas_flash.testing import Case
@@ -80,7 +81,7 @@ def measure(
         )
         results = []
         for job, ready, fitting in zip(jobs, judged, programs, strict=True):
-            results.append(_footprint(job, ready.row.reason, fitting, seed))
+            results.append(_footprint(job, ready.row, fitting, seed))
             step()
     return results
 
@@ -91,7 +92,7 @@ def _grow(job: Job, longest: int, limit: int) -> dict[int, Compiled]:
     programs: dict[int, Compiled] = {}
     length = _SHORTEST // 4
     for factor in (4, 2):
-        while (longer := factor * length) <= longest:
+        while _SHORTEST <= (longer := factor * length) <= longest:
             compiled = _fitting(peer, longer, job.with_gradients, limit)
             if compiled is None:
                 break
@@ -109,8 +110,8 @@ def _fitting(peer: Peer, length: int, with_gradients: bool, limit: int) -> Compi
         return None
     try:
         compiled = peer.compile(case, with_gradients, False)
-    # It finds out that a problem is too large in more than one way.
-    except RuntimeError:
+    # XLA finds out that a problem is too large in more than one way, and others in theirs.
+    except Exception:
         return None
     if compiled.temporary_bytes is None or compiled.result_bytes is None:
         return None
@@ -118,7 +119,7 @@ def _fitting(peer: Peer, length: int, with_gradients: bool, limit: int) -> Compi
     return compiled if taken <= limit else None
 
 
-def _footprint(job: Job, reason: str, programs: Mapping[int, Compiled], seed: int) -> Footprint:
+def _footprint(job: Job, row: Row, programs: Mapping[int, Compiled], seed: int) -> Footprint:
     (peer,) = job.rivals
     most_flops = _GPU_FLOPS if jax.default_backend() == "gpu" else _CPU_FLOPS
     ran = 0
@@ -133,8 +134,10 @@ def _footprint(job: Job, reason: str, programs: Mapping[int, Compiled], seed: in
             continue
         ran = length
         break
+    reason = row.reason
     if not programs and not reason:
-        reason = "refused: XLA gives no account of its memory"
+        unknown, too_large = "XLA has no account of its memory", f"S {_SHORTEST} does not fit"
+        reason = f"refused: {unknown if row.temporary_bytes is None else too_large}"
     temporary = {length: compiled.temporary_bytes or 0 for length, compiled in programs.items()}
     return Footprint(
         peer.name, job.with_gradients, temporary, max(programs, default=0), ran, reason
@@ -151,7 +154,10 @@ def table(footprints: Sequence[Footprint]) -> Table:
     result.add_column("no figures because")
     for each in footprints:
         cells = [
-            f"{each.temporary_bytes[length] / 1e6:.4g}" if length in each.temporary_bytes else "-"
+            f"{each.temporary_bytes[length] / 1e6:.4g}"
+            if length in each.temporary_bytes
+            # Too long for it, or passed over.
+            else "-" * (length > each.longest)
             for length in lengths
         ]
         direction = "both" if each.with_gradients else "forward"

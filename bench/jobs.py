@@ -76,10 +76,7 @@ def _compile_alone(job: Job, peer: Peer) -> Ready:
 
 def _compile(job: Job, peer: Peer) -> Ready:
     """Raises what XLA does where it fails; a peer that is not there or refuses is a row."""
-    options = problems.options(job.case)
-    if job.case.key_value_seq_lengths is not None:
-        options["key_value_seq_lengths"] = ...
-    if missing := peer.missing(frozenset(options), job.with_gradients):
+    if missing := peer.missing(problems.asked(job.case), job.with_gradients):
         return Ready(Row(peer.name, reason=f"refused: it has no {missing}"))
     try:
         judged = peer.compile(problems.judged(job.case), job.with_gradients, False)

@@ -50,8 +50,9 @@ def _series(
 ) -> None:
     """One line for each peer over the length, both axes logarithmic."""
     figure, axes = _figure(8)
-    for column, peer in enumerate(row["peer"] for row in jobs[0]["rows"]):
-        _lines(axes, peer, {job["case"]["S"]: figure_of(job["rows"][column]) for job in jobs})
+    for peer in [row["peer"] for row in jobs[0]["rows"]]:
+        rows = {job["case"]["S"]: row for job in jobs for row in job["rows"] if row["peer"] == peer}
+        _lines(axes, peer, {length: figure_of(row) for length, row in rows.items()})
     _finish(figure, axes, path, label)
 
 

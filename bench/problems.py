@@ -108,6 +108,11 @@ def options(case: Case) -> dict[str, Any]:
     return {name: getattr(case, name) for name in names if getattr(case, name)}
 
 
+def asked(case: Case) -> frozenset[str]:
+    """The names of all options that are used, arrays among them."""
+    return frozenset(options(case)) | frozenset(shapes(case)[1])
+
+
 def shapes(case: Case) -> Any:
     """A program's arguments without their numbers."""
     return jax.eval_shape(lambda: _draw(case, jax.random.key(0)))

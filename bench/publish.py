@@ -4,12 +4,17 @@ python bench/publish.py [FOLDER]
 """
 
 import json
+import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+# As in run.py.
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import numpy as np
 import plots
 
 _ROOT = Path(__file__).parent.parent
@@ -59,13 +64,15 @@ def speeds(name: str, suite: Record, folder: Path) -> str:
         for problem, directions in jobs.items()
     ]
     heading = [name, *peers, f"{ours} x jax-cudnn"]
-    absent = {
-        row["peer"]: row["reason"]
+    # Once for each, and for what went wrong each time: a dash alone would hide it.
+    notes = dict.fromkeys(
+        f"{row['peer']} is {row['reason']}."
+        if row["reason"].startswith("absent")
+        else f"{row['peer']} at {job['name']} is {row['reason']}."
         for job in suite["jobs"]
         for row in job["rows"]
-        if row["reason"].startswith("absent")
-    }
-    notes = [f"{peer} is {reason}." for peer, reason in absent.items()]
+        if row["reason"].startswith(("absent", "wrong"))
+    )
     about = f"TFLOP/s, forward / forward and backward. {_about(suite['header'])}"
     return "\n".join([about, *notes, "", *_table(heading, lines)]) + _plots(folder, name)
 
@@ -100,7 +107,7 @@ def _compared(jobs: Sequence[Record]) -> list[str]:
         return []
     *others, ours = job["rows"]
     ratios = [
-        f"{row['ms'] / ours['ms']:.2f} times as fast as {row['peer']}"
+        f"{np.median(np.divide(row['times'], ours['times'])):.2f} times as fast as {row['peer']}"
         for row in others
         if "ms" in row
     ]
@@ -169,8 +176,8 @@ def _table(heading: Sequence[str], lines: Sequence[Sequence[str]]) -> list[str]:
 
 
 def _plots(folder: Path, suite: str) -> str:
-    paths = sorted(path.relative_to(_ROOT) for path in folder.glob(f"{suite}-*.png"))
-    return "".join(f"\n\n![{path.stem}]({path})" for path in paths)
+    paths = [Path(os.path.relpath(path, _ROOT)) for path in sorted(folder.glob(f"{suite}-*.png"))]
+    return "".join(f"\n\n![{path.stem}]({path.as_posix()})" for path in paths)
 
 
 def rewritten(readme: str, tables: str) -> str:
@@ -181,8 +188,18 @@ def rewritten(readme: str, tables: str) -> str:
     return pattern.sub(lambda _: f"{_BEGIN}\n\n{tables}\n\n{_END}", readme)
 
 
+def main(arguments: Sequence[str]) -> None:
+    """Publish one folder, if there is anything in it."""
+    folder = Path(arguments[0]).resolve() if arguments else RESULTS
+    tables = text(folder)
+    if len(arguments) > 1 or not tables:
+        print(f"publish.py: expected one folder of results, got {arguments}", file=sys.stderr)
+        sys.exit(2)
+    for path in folder.glob("*.json"):
+        plots.draw(path.stem, json.loads(path.read_text()), folder)
+    # With the plots, which may be new.
+    _README.write_text(rewritten(_README.read_text(), text(folder)))
+
+
 if __name__ == "__main__":
-    results = Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else RESULTS
-    for path in results.glob("*.json"):
-        plots.draw(path.stem, json.loads(path.read_text()), results)
-    _README.write_text(rewritten(_README.read_text(), text(results)))
+    main(sys.argv[1:])

@@ -122,10 +122,13 @@ def by_length(
 ) -> Table:
     """One entry of each row of a series, a line for each length."""
     result = Table(title=title, title_justify="left")
-    for heading in ("S", *(row["peer"] for row in records[0]["rows"])):
+    peers = [row["peer"] for row in records[0]["rows"]]
+    for heading in ("S", *peers):
         result.add_column(heading, justify="right", no_wrap=True)
     for each in records:
-        result.add_row(str(each["case"]["S"]), *map(cell, each["rows"]))
+        # A sweep shows the fastest first, which at each length may be another.
+        rows = {row["peer"]: row for row in each["rows"]}
+        result.add_row(str(each["case"]["S"]), *(cell(rows[peer]) for peer in peers))
     return result
 
 

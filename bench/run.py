@@ -19,6 +19,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+# What is timed is the package beside this file, whichever else is installed.
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 import base
 import command_line
 import footprint
@@ -132,7 +135,7 @@ def run(args: argparse.Namespace, base_peers: Sequence[Peer]) -> None:
         if problems.SUITES[name].is_series:
             for shown in report.series_tables(name, suites[name]["jobs"]):
                 console.print(shown)
-    if command_line.MEMORY in args.suite:
+    if (command_line.MEMORY, command_line.MEMORY) in command_line.names(args):
         rivals = command_line.memory_peers(args, base_peers)
         suites[command_line.MEMORY] = run_footprint(args, rivals, console)
         keep()
@@ -141,6 +144,15 @@ def run(args: argparse.Namespace, base_peers: Sequence[Peer]) -> None:
         for name, found in suites.items():
             plots.draw(name, found, args.out)
     print(json.dumps({"header": header, "suites": suites}, allow_nan=False))
+    if not any(has_figures(found) for found in suites.values()):
+        sys.exit("run.py: no peer got a figure: the tables say why")
+
+
+def has_figures(found: dict[str, Any]) -> bool:
+    """Whether anything came of a suite."""
+    if "jobs" not in found:
+        return any(row["longest"] for row in found["rows"])
+    return any("ms" in row for job in found["jobs"] for row in job["rows"])
 
 
 if __name__ == "__main__":

@@ -5,12 +5,17 @@ import numpy as np
 
 from pallas_flash.testing import Case
 
+# Which pairs these leave is not reckoned here: no problem has them.
+_UNCOUNTED = ("query_offset", "query_seq_lengths", "segments", "mask")
+
 
 def _visible_keys(case: Case) -> tuple[np.ndarray, np.ndarray]:
     """Each query's first visible key and the one after its last, both [batch, T].
 
     Where it sees none, both are the same.
     """
+    if any(getattr(case, name) for name in _UNCOUNTED):
+        raise ValueError(f"case: expected none of {', '.join(_UNCOUNTED)}, got {case}")
     i = np.arange(case.T)
     left, right = case.local_window_size or (case.T, case.S)
     lengths = np.minimum(case.S, case.key_value_seq_lengths or (case.S,) * case.B)[:, None]

@@ -1,6 +1,7 @@
 """The command line: `python -m pallas_flash doctor`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -23,7 +24,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="say what this machine has, and whether each implementation is right on it",
     )
     parser.add_argument("--json", action="store_true", help="say it as one JSON object")
-    return doctor.run(as_json=parser.parse_args(arguments).json)
+    as_json = parser.parse_args(arguments).json
+    try:
+        code = doctor.run(as_json)
+        sys.stdout.flush()
+    # Nobody reads on, or there is no room.
+    except OSError as problem:
+        # Python writes what is left once more when it ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"{parser.prog}: cannot write: {problem.strerror}", file=sys.stderr)
+        return 1
+    return code
 
 
 if __name__ == "__main__":

@@ -125,12 +125,13 @@ class Report:
 
     def to_json(self) -> str:
         """The report as one JSON object; a number that JSON has no form for is a string."""
-        return json.dumps(_finite(dataclasses.asdict(self) | {"ok": self.ok}), allow_nan=False)
+        found = dataclasses.asdict(self) | {"ok": self.ok, "summary": self.summary}
+        return json.dumps(_finite(found), allow_nan=False)
 
 
 def environment() -> dict[str, str]:
-    """Versions, platform, driver and devices, by lower-case names."""
-    return {
+    """Versions, platform, driver and devices, by lower-case names, for any terminal."""
+    found = {
         "pallas_flash": _version("pallas_flash"),
         "python": platform.python_version(),
         **{package: _version(package) for package in ("jax", "jaxlib", "numpy", "flax")},
@@ -141,6 +142,7 @@ def environment() -> dict[str, str]:
         "jax platforms": jax.config.jax_platforms or "any",
         **_devices(),
     }
+    return {name: _ascii(value) for name, value in found.items()}
 
 
 def _version(package: str) -> str:
@@ -179,10 +181,14 @@ def _devices() -> dict[str, str]:
     }
 
 
+def _ascii(text: str) -> str:
+    return text.encode("ascii", "backslashreplace").decode()
+
+
 def _told(problem: Exception) -> str:
-    """In one line of ASCII, for any terminal, and not all of it: XLA's messages can be pages."""
+    """In one line, for any terminal, and not all of it: XLA's messages can be pages."""
     text = " ".join(f"{type(problem).__name__}: {problem}".split()).removesuffix(":")
-    text = text.encode("ascii", "backslashreplace").decode()
+    text = _ascii(text)
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 
@@ -273,7 +279,7 @@ def _implementations(
 def _refusals(implementation: str, inputs: Inputs, place: jax.Device) -> tuple[str, ...]:
     with jax.default_device(place):
         backend = backends.load(implementation)
-        return backends.unsupported_reasons(backend, *inputs.spec_and_operands())
+        return tuple(backends.unsupported_reasons(backend, *inputs.spec_and_operands()))
 
 
 def try_check(implementation: str, check: str, place: jax.Device) -> Outcome:

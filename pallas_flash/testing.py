@@ -69,20 +69,26 @@ class Case:
     def reduced(self, longest: int) -> "Case":
         """A case of the same options, dtype, head dims and group, no side longer than `longest`.
 
-        What the float64 reference can afford. Lengths, their parts and windows shrink together.
+        What the float64 reference can afford. Lengths, positions and windows shrink together.
         """
         factor = math.ceil(max(self.T, self.S, 1) / longest)
         query_length, key_length = self.T // factor, self.S // factor
-        lengths, window = self.key_value_seq_lengths, self.local_window_size
-        key_heads = min(self.K, 2)
+        window, key_heads = self.local_window_size, min(self.K, 2)
+        by_row = ("query_offset", "query_seq_lengths", "key_value_seq_lengths")
+        # Rows differ where they have numbers of their own.
+        batch = min(self.B, 2 if any(getattr(self, name) for name in by_row) else 1)
+
+        def shrunk(numbers: tuple[int, ...] | None) -> tuple[int, ...] | None:
+            return numbers and tuple(math.ceil(x / factor) for x in numbers[:batch])
+
         return dataclasses.replace(
             self,
-            B=1 if lengths is None else 2,
+            B=batch,
             T=query_length,
             S=key_length,
             N=key_heads * self.N // self.K,
             K=key_heads,
-            key_value_seq_lengths=lengths and tuple(math.ceil(x / factor) for x in lengths[:2]),
+            **{name: shrunk(getattr(self, name)) for name in by_row},
             # Not narrower than the blocks, so that some of these hold no masked pair.
             local_window_size=window and tuple(min(side, key_length // 4) for side in window),
             # Errors are relative to the largest entry, and a flat mean over a thousand keys is

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import io
 import json
 import sys
 import types
@@ -14,12 +15,14 @@ import peers
 import problems
 import pytest
 import report
+import run
 import work
-from clock import Ceilings, device_clock, measure_ceilings, wall_clock
+from clock import Ceilings, Clock, device_clock, measure_ceilings, wall_clock
 from jobs import Job, Ready
 from peers import Peer
 from programs import Compiled
 from report import Row
+from rich.console import Console
 
 from pallas_flash import flash_attention
 from pallas_flash.testing import Case
@@ -215,10 +218,38 @@ def test_figures():
     assert (found["temporary_bytes"], found["result_bytes"]) == (7, 9)
 
 
-def test_ceilings_are_measured_for_each_dtype():
-    ceilings = measure_ceilings(wall_clock(1.0, "test"), ["float32", "bfloat16"], rounds=1)
-    assert set(ceilings.matmul_tflops) == {"float32", "bfloat16"}
-    assert min(*ceilings.matmul_tflops.values(), ceilings.copy_tbps) > 0
+def test_ceilings():
+    """Of a product of 512 x 512 matrices and a copy of 2^21 floats, said to take 1 ms each."""
+    clock = Clock("test", lambda function, sets, calls: 1.0, round_ms=1.0)
+    ceilings = measure_ceilings(clock, ["float32", "bfloat16"], rounds=1)
+    tflops = 2 * 512**3 / 1e-3 / 1e12
+    assert ceilings.matmul_tflops == pytest.approx({"float32": tflops, "bfloat16": tflops})
+    assert ceilings.copy_tbps == pytest.approx(2 * 4 * 2**21 / 1e-3 / 1e12)
+
+
+def test_a_round_is_long_and_comes_after_another():
+    timed = []
+
+    def time(function, sets, calls):
+        timed.append(calls)
+        return 0.25
+
+    clock = Clock("test", time, round_ms=10.0)
+    assert clock.calls(lambda: None, [()]) == 40
+    assert timed == [1, 40]
+
+
+def test_rounds_take_their_turns_in_any_order():
+    order = []
+    clock = Clock("test", lambda function, sets, calls: order.append(function) or 1.0, 1.0)
+    names = "abcdefgh"
+    rounds = 20
+    times = clock.rounds({name: (name, 1) for name in names}, [()], rounds, lambda: None)
+    assert times == {name: [1.0] * rounds for name in names}
+    turns = ["".join(order[8 * r : 8 * r + 8]) for r in range(rounds)]
+    assert {"".join(sorted(turn)) for turn in turns} == {names}
+    # Of 8! orders.
+    assert len(set(turns)) > 1
 
 
 def replace_profiler(monkeypatch, kernels):
@@ -275,3 +306,37 @@ def test_what_fails_beside_others_is_tried_again_alone(seed):
     ((first, second),) = jobs.prepare([job], seed, lambda: None)
     assert first.timed is not None
     assert second == Ready(Row("b", reason="refused: INTERNAL: no"))
+
+
+def test_what_is_timed_is_tuned_and_what_is_judged_need_not_be(seed):
+    asked = []
+
+    def compile(case, with_gradients, is_tuned):
+        asked.append((case, with_gradients, is_tuned))
+        return Compiled(lambda *arguments: None)
+
+    job = Job("suite", "job", PROBLEMS["full"], True, [Peer("peer", compile)])
+    jobs.prepare([job], seed, lambda: None)
+    assert asked == [(problems.judged(job.case), True, False), (job.case, True, True)]
+
+
+def test_a_sweep_shows_the_fastest_first_and_a_series_each_under_its_name(monkeypatch):
+    seconds = {"s64": (2.0, 1.0), "s128": (3.0, 4.0)}
+    cases = problems.SUITES["origin"].cases
+    todo = [Job("origin", name, cases[name], False, []) for name in seconds]
+
+    def rows_of(job, rivals, step):
+        return [Row(peer, times=(x,)) for peer, x in zip("ab", seconds[job.name], strict=True)]
+
+    bench = types.SimpleNamespace(rounds=1, seed=0, run=rows_of)
+    monkeypatch.setattr(run, "prepare", lambda jobs, seed, step: [[] for _ in jobs])
+    console = Console(file=io.StringIO(), width=200)
+    ceilings = Ceilings({"float32": 1.0}, 1.0)
+    made = list(run.run_jobs(todo, bench, ceilings, console, fastest_first=True))
+    assert [[row["peer"] for row in record["rows"]] for _, record in made] == [
+        ["b", "a"],
+        ["a", "b"],
+    ]
+    times, _ = report.series_tables("origin", [record for _, record in made])
+    columns = {str(column.header): list(column.cells) for column in times.columns}
+    assert columns == {"S": ["64", "128"], "b": ["1", "4"], "a": ["2", "3"]}

@@ -84,11 +84,15 @@ def test_how_memory_grows(seed):
 
 
 def test_what_does_not_fit_is_not_said_to(seed):
+    """To the byte: arguments, results and temporaries together."""
     plain = peers.PEERS["three-steps"]
-    enough = 200 * 10**6
-    (found, _) = footprint.measure([plain], 4096, enough, seed, lambda: None)
-    assert found.longest == 1024
-    assert not found.reason
+    program = plain.compile(footprint.problem(1024), False, False)
+    arguments = 2 * 1024 * 64 * (8 + 2 + 2 + 8)
+    enough = arguments + program.result_bytes + program.temporary_bytes
+    for limit, longest in ((enough, 1024), (enough - 1, 0)):
+        found = footprint.measure([plain], 1024, limit, seed, lambda: None)
+        assert found[0].longest == longest
+        assert found[0].reason == ("" if longest else "refused: S 1024 does not fit")
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,9 @@ def test_what_does_not_fit_is_not_said_to(seed):
         (["--out", __file__], "argument --out: cannot write into"),
         (["--case", "h63"], "argument --case: no problem of headline has 'h63' in its name"),
         (["--rounds", "0"], "argument --rounds: invalid number of 1 or more value: '0'"),
-        (["--seed", "x"], "argument --seed: invalid int value: 'x'"),
+        (["--seed", "x"], "argument --seed: invalid number from 0 to 2^32 - 1 value: 'x'"),
+        (["--seed", "-1"], "argument --seed: "),
+        (["--seed", str(2**32)], "argument --seed: invalid number from 0 to 2^32 - 1 value"),
         (["--sweep", "forwards"], "argument --sweep: invalid choice: 'forwards'"),
         (["--suite", "memory", "--sweep", "forward"], "argument --sweep: it compares times"),
         (["--quik"], "unrecognized arguments: --quik"),
@@ -129,6 +135,54 @@ def test_another_revision_has_modules_of_its_own(tmp_path):
     assert f"{folder.name}.backends.triton" in loaded
     for path in folder.rglob("*.py"):
         assert "pallas_flash." not in path.read_text().replace(folder.name, "")
+
+
+def test_a_case_is_one_of_suite_memory_too():
+    args = command_line.parse(["--suite", "smoke", "memory", "--case", "smoke"], None)
+    assert command_line.names(args) == [("smoke", "smoke")]
+
+
+def test_who_is_named_twice_is_asked_once():
+    args = command_line.parse(["--suite", "smoke", "smoke", "--peers", "jax-xla", "jax-xla"], None)
+    (forward, both) = command_line.jobs(args, [])
+    assert [len(job.rivals) for job in (forward, both)] == [1, 1]
+
+
+def test_without_a_figure_it_does_not_end_well():
+    command = [*COMMAND, "--suite", "smoke", "--rounds", "1", "--peers", "mha"]
+    done = subprocess.run(command, env=ON_CPU, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr == "run.py: no peer got a figure: the tables say why\n"
+    assert json.loads(done.stdout.splitlines()[-1])["suites"]
+
+
+def test_the_package_beside_it_is_timed(tmp_path):
+    """And not another one that Python would find."""
+    other = tmp_path / "pallas_flash"
+    other.mkdir()
+    (other / "__init__.py").write_text("raise SystemExit('another package')")
+    command = [*COMMAND, "--suite", "nothing"]
+    environment = ON_CPU | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert "invalid choice: 'nothing'" in done.stderr
+
+
+def test_no_git_no_revision(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(base, "_ROOT", tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        command_line.parse(["--base", "HEAD"], None)
+    assert ended.value.code == 2
+    assert "there is no git repository here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [["/no/such/folder"], ["--help"], ["a", "b"]])
+def test_nothing_is_not_published(arguments, capsys):
+    before = (ROOT / "README.md").read_text()
+    with pytest.raises(SystemExit) as ended:
+        publish.main(arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("publish.py: expected one folder of results")
+    assert (ROOT / "README.md").read_text() == before
 
 
 def test_every_peer_of_a_suite_is_in_the_list():

@@ -66,3 +66,8 @@ def test_causal_counts_half():
     full, causal = (work.flops(cases[name], with_gradients=False) for name in ("full", "causal"))
     assert full == 4 * 2 * 8192**2 * 16 * 128
     assert causal == pytest.approx(full / 2, rel=2e-4)
+
+
+def test_what_is_not_reckoned_is_refused():
+    with pytest.raises(ValueError, match="query_offset"):
+        work.flops(dataclasses.replace(SMALL, query_offset=(3, 4)), with_gradients=False)

@@ -289,3 +289,32 @@ def test_a_number_that_json_has_no_form_for_is_a_string():
     (check,) = json.loads(report.to_json())["checks"]
     assert check["errors"] == {"out": "inf", "lse": "nan", "dkey": 0.1}
     assert not dataclasses.replace(report, checks=()).ok
+
+
+def test_text_that_a_terminal_may_not_take(monkeypatch):
+    monkeypatch.setattr(doctor, "_driver", lambda: "535\u00b11")
+    assert doctor.environment()["driver"] == "535\\xb11"
+
+
+def test_reasons_that_are_none(small, monkeypatch, capsys):
+    """A backend that breaks its promise is one that fails."""
+    monkeypatch.setattr(XlaBackend, "unsupported_reasons", lambda *_: None)
+    code, found = verdicts(capsys)
+    assert code == 1
+    assert found[0].startswith("FAILED: TypeError")
+
+
+def test_output_that_nobody_takes():
+    """Without a traceback: it said what it could."""
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "pallas_flash", "doctor"],
+            cwd=ROOT,
+            env=os.environ | {"JAX_PLATFORMS": "nonsense"},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert done.stderr.endswith("cannot write: No space left on device\n")
+    assert "Traceback" not in done.stderr
