@@ -73,26 +73,26 @@ def test_a_series_beside_another_revision(tmp_path):
 
 def test_how_memory_grows(seed):
     asked = [peers.PEERS[name] for name in ("three-steps", "ours-xla", "ours-triton")]
-    found = footprint.measure(asked, 4096, footprint.card_bytes(), seed, lambda: None)
+    found = footprint.measure(asked, 1024, footprint.card_bytes(), seed, lambda: None)
     rows = {(row.peer, row.with_gradients): row for row in found}
     plain, ours = rows["three-steps", False], rows["ours-xla", False]
     # Sixteen times for four times the length, and four times.
-    assert plain.temporary_bytes[4096] > 15.5 * plain.temporary_bytes[1024]
-    assert ours.temporary_bytes[4096] < 4.4 * ours.temporary_bytes[1024]
-    assert ours.longest == 4096 >= plain.longest >= plain.ran >= 1024
+    assert plain.temporary_bytes[1024] > 15.5 * plain.temporary_bytes[256]
+    assert ours.temporary_bytes[1024] < 4.4 * ours.temporary_bytes[256]
+    assert ours.longest == 1024 >= plain.longest >= plain.ran >= 256
     assert rows["ours-triton", True].reason.startswith("refused: 'triton' cannot run")
 
 
 def test_what_does_not_fit_is_not_said_to(seed):
     """To the byte: arguments, results and temporaries together."""
     plain = peers.PEERS["three-steps"]
-    program = plain.compile(footprint.problem(1024), False, False)
-    arguments = 2 * 1024 * 64 * (8 + 2 + 2 + 8)
+    program = plain.compile(footprint.problem(256), False, False)
+    arguments = 2 * 256 * 64 * (8 + 2 + 2 + 8)
     enough = arguments + program.result_bytes + program.temporary_bytes
-    for limit, longest in ((enough, 1024), (enough - 1, 0)):
-        found = footprint.measure([plain], 1024, limit, seed, lambda: None)
+    for limit, longest in ((enough, 256), (enough - 1, 0)):
+        found = footprint.measure([plain], 256, limit, seed, lambda: None)
         assert found[0].longest == longest
-        assert found[0].reason == ("" if longest else "refused: S 1024 does not fit")
+        assert found[0].reason == ("" if longest else "refused: S 256 does not fit")
 
 
 @pytest.mark.parametrize(
