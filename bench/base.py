@@ -10,10 +10,10 @@ from io import BytesIO
 from pathlib import Path
 
 import peers
+from machine import git
 from peers import Peer
 from programs import Attention
 
-_ROOT = Path(__file__).parent.parent
 _PACKAGE = "pallas_flash"
 
 
@@ -24,23 +24,19 @@ def resolve(revision: str) -> str:
       ValueError: there is no such revision, or the package is not in it.
     """
     try:
-        _git("rev-parse", "--git-dir")
+        git("rev-parse", "--git-dir")
     except (FileNotFoundError, subprocess.CalledProcessError):
         raise ValueError("there is no git repository here to find a revision in") from None
     try:
-        commit = _git(
+        commit = git(
             "rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}"
         )
-        _git("cat-file", "-e", f"{commit.decode().strip()}:{_PACKAGE}/__init__.py")
+        git("cat-file", "-e", f"{commit.decode().strip()}:{_PACKAGE}/__init__.py")
     except subprocess.CalledProcessError:
         raise ValueError(
             f"no revision of this project, with {_PACKAGE}/ in it, is {revision!r}"
         ) from None
     return commit.decode().strip()
-
-
-def _git(*arguments: str) -> bytes:
-    return subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, check=True).stdout
 
 
 def load(commit: str, folder: Path) -> Peer:
@@ -50,7 +46,7 @@ def load(commit: str, folder: Path) -> Peer:
     live in one process: this one gets another name, in a folder of its own.
     """
     name = f"{_PACKAGE}_{commit[:12]}"
-    with tarfile.open(fileobj=BytesIO(_git("archive", commit, _PACKAGE))) as archive:
+    with tarfile.open(fileobj=BytesIO(git("archive", commit, _PACKAGE))) as archive:
         archive.extractall(folder, filter="data")
     (folder / _PACKAGE).rename(folder / name)
     for path in (folder / name).rglob("*.py"):

@@ -136,7 +136,9 @@ def jobs(args: argparse.Namespace, beside: Sequence[Peer]) -> list[Job]:
 
 
 def memory_peers(args: argparse.Namespace, beside: Sequence[Peer]) -> list[Peer]:
-    """Who is asked how much memory it takes."""
+    """Who is asked how much memory it takes; nobody where that suite is not asked for."""
+    if (MEMORY, MEMORY) not in names(args):
+        return []
     return _rivals(args, peers.QUICK, beside)
 
 

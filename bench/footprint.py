@@ -103,7 +103,7 @@ def _grow(job: Job, longest: int, limit: int) -> dict[int, Compiled]:
 def _fitting(peer: Peer, length: int, with_gradients: bool, limit: int) -> Compiled | None:
     """The program for a length, if it and its arrays fit."""
     case = problem(length)
-    arguments = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(problems.shapes(case)))
+    arguments = problems.argument_bytes(case)
     # Before XLA sets out to find room for them.
     if arguments > limit:
         return None

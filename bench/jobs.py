@@ -71,7 +71,7 @@ def _compile_alone(job: Job, peer: Peer) -> Ready:
     try:
         return _compile(job, peer)
     except jax.errors.JaxRuntimeError as problem:
-        return Ready(Row(peer.name, reason=_reason("refused", problem)))
+        return Ready(Row(peer.name, reason=reason_of("refused", problem)))
 
 
 def _compile(job: Job, peer: Peer) -> Ready:
@@ -82,12 +82,12 @@ def _compile(job: Job, peer: Peer) -> Ready:
         judged = peer.compile(problems.judged(job.case), job.with_gradients, False)
         timed = peer.compile(job.case, job.with_gradients, True)
     except ImportError as problem:
-        return Ready(Row(peer.name, reason=_reason("absent", problem)))
+        return Ready(Row(peer.name, reason=reason_of("absent", problem)))
     except jax.errors.JaxRuntimeError:
         raise
     # Others' code refuses with whatever it likes. The row shows it.
     except Exception as problem:
-        return Ready(Row(peer.name, reason=_reason("refused", problem)))
+        return Ready(Row(peer.name, reason=reason_of("refused", problem)))
     memory = {"temporary_bytes": timed.temporary_bytes, "result_bytes": timed.result_bytes}
     return Ready(Row(peer.name, **memory), timed, judged)
 
@@ -101,7 +101,7 @@ def judge_one(job: Job, ready: Ready, seed: int) -> Ready:
         errors, wrong = judge.judge(ready.judged.call(*judge.arguments(case, seed)), case, seed)
     # As above: this is where others' code runs for the first time.
     except Exception as problem:
-        return Ready(dataclasses.replace(ready.row, reason=_reason("refused", problem)))
+        return Ready(dataclasses.replace(ready.row, reason=reason_of("refused", problem)))
     row = dataclasses.replace(ready.row, errors=errors)
     if wrong:
         return Ready(dataclasses.replace(row, reason=f"wrong: {'; '.join(wrong)}"))
@@ -134,7 +134,7 @@ class Bench:
                 calls[ready.row.peer] = (ready.timed.call, count)
             # What a problem of this size needs may be more than the card has.
             except RuntimeError as problem:
-                reason = _reason("refused", problem)
+                reason = reason_of("refused", problem)
                 rows[ready.row.peer] = dataclasses.replace(ready.row, reason=reason)
         try:
             times = self.clock.rounds(calls, sets, self.rounds, step)
@@ -142,11 +142,11 @@ class Bench:
         except RuntimeError as problem:
             times = {}
             for name in calls:
-                rows[name] = dataclasses.replace(rows[name], reason=_reason("not timed", problem))
+                rows[name] = dataclasses.replace(rows[name], reason=reason_of("not timed", problem))
         return [dataclasses.replace(row, times=times.get(name, ())) for name, row in rows.items()]
 
 
-def _reason(kind: str, problem: Exception) -> str:
+def reason_of(kind: str, problem: Exception) -> str:
     """On one line and not all of it: XLA's messages can be pages."""
     text = " ".join(str(problem).split()) or type(problem).__name__
     return f"{kind}: {text[:400]}{'...' if len(text) > 400 else ''}"

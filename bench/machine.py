@@ -8,6 +8,8 @@ import jax
 
 from pallas_flash import doctor
 
+_ROOT = Path(__file__).parent.parent
+
 
 def describe() -> dict[str, str]:
     """The card, versions, the commit and the day."""
@@ -19,13 +21,14 @@ def describe() -> dict[str, str]:
     }
 
 
+def git(*arguments: str) -> bytes:
+    """What git says of this checkout; an error where there is no git, or it has one."""
+    return subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, check=True).stdout
+
+
 def _commit() -> str:
     """Of this checkout; "-dirty" where files differ from it."""
-    command = ("git", "describe", "--always", "--dirty", "--abbrev=12")
     try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
+        return git("describe", "--always", "--dirty", "--abbrev=12").decode().strip()
     except (FileNotFoundError, subprocess.CalledProcessError):
         return "unknown"
-    return done.stdout.strip()

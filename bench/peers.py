@@ -156,8 +156,7 @@ GRIDS = {
 
 def sweep_backends(kernel: str, case: Case) -> dict[str, TritonBackend]:
     """This library with one kernel in each config of its grid, the others as they are picked."""
-    value_head_dim = case.H if case.Hv is None else case.Hv
-    dims = Dims(case.B, case.T, case.S, case.N, case.K, case.H, value_head_dim)
+    dims = Dims(case.B, case.T, case.S, case.N, case.K, case.H, case.value_head_dim)
     capability = Device.of(jnp.zeros(())).compute_capability
     precision = validate.precision(None)
     spec = AttentionSpec(logits_soft_cap=case.logits_soft_cap, precision=precision)

@@ -118,16 +118,19 @@ def shapes(case: Case) -> Any:
     return jax.eval_shape(lambda: _draw(case, jax.random.key(0)))
 
 
+def argument_bytes(case: Case) -> int:
+    """What a program's arguments take."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes(case)))
+
+
 def draw(case: Case, seed: int) -> list[Arguments]:
     """Sets of a program's arguments, normal and on the device: as many as outgrow its cache."""
-    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes(case)))
-    sets = min(_MOST_SETS, math.ceil(_ROTATED_BYTES / size))
+    sets = min(_MOST_SETS, math.ceil(_ROTATED_BYTES / argument_bytes(case)))
     draw_one = jax.jit(partial(_draw, case))
     return [draw_one(key) for key in jax.random.split(jax.random.key(seed), sets)]
 
 
 def _draw(case: Case, key: jax.Array) -> Arguments:
-    value_head_dim = case.H if case.Hv is None else case.Hv
     queries, keys = (case.B, case.T, case.N), (case.B, case.S, case.K)
     query, key_, value, dout = (
         jax.random.normal(part, shape, case.dtype)
@@ -136,8 +139,8 @@ def _draw(case: Case, key: jax.Array) -> Arguments:
             (
                 (*queries, case.H),
                 (*keys, case.H),
-                (*keys, value_head_dim),
-                (*queries, value_head_dim),
+                (*keys, case.value_head_dim),
+                (*queries, case.value_head_dim),
             ),
             strict=True,
         )

@@ -8,7 +8,7 @@ import jax
 import problems
 from problems import Arrays
 
-from pallas_flash.testing import Case
+from pallas_flash.testing import UNTUNED, Case
 
 # Takes query, key, value and the options of a problem by `flash_attention`'s names; gives out.
 Attention = Callable[..., Any]
@@ -51,8 +51,7 @@ def compile_jax(attention: Attention, case: Case, with_gradients: bool, is_tuned
         out, vjp = jax.vjp(lambda x: forward(x, others), primals)
         return {"out": out, **{f"d{name}": x for name, x in vjp(dout)[0].items()}}
 
-    untuned = {"xla_gpu_autotune_level": 0}
-    jitted = jax.jit(results, compiler_options=None if is_tuned else untuned)
+    jitted = jax.jit(results, compiler_options=None if is_tuned else UNTUNED)
     compiled = jitted.lower(*problems.shapes(case)).compile()
     memory = compiled.memory_analysis()
     if memory is None:

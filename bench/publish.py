@@ -8,6 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,19 +28,17 @@ _END = "<!-- End mark. -->"
 Record = Mapping[str, Any]
 
 
-def text(folder: Path) -> str:
-    """All tables of a folder's JSON files."""
-    found = {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
-    parts = {
-        "headline": lambda suite: speeds("headline", suite, folder),
-        "models": lambda suite: speeds("models", suite, folder),
-        "origin": lambda suite: series(suite, folder),
-        "memory": memory,
-    }
-    return "\n\n".join(part(found[name]) for name, part in parts.items() if name in found)
+def load(folder: Path) -> dict[str, Record]:
+    """A folder's JSON files, by suite."""
+    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
 
 
-def speeds(name: str, suite: Record, folder: Path) -> str:
+def text(found: Mapping[str, Record], folder: Path) -> str:
+    """All tables of a folder's suites, with its plots."""
+    return "\n\n".join(part(found[name], folder) for name, part in _PARTS.items() if name in found)
+
+
+def speeds(suite: Record, folder: Path, name: str) -> str:
     """TFLOP/s of each peer, forward and with backward, a line for each problem."""
     jobs: dict[str, list[Record]] = {}
     for job in suite["jobs"]:
@@ -87,7 +86,7 @@ def series(suite: Record, folder: Path) -> str:
 
     cells: Sequence[Callable[[Record], str]] = (times, _megabytes)
     lines = [
-        [str(job["case"]["S"]), *(cell(row) for cell in cells for row in job["rows"])]
+        [str(job["case"]["S"]), *(cell(_row(job, peer)) for cell in cells for peer in peers)]
         for job in jobs
     ]
     heading = ["S", *(f"{peer} ms" for peer in peers), *(f"{peer} MB" for peer in peers)]
@@ -121,7 +120,7 @@ def _megabytes(row: Record) -> str:
     return f"{megabytes:,.0f}" if megabytes >= 10 else f"{megabytes:.2g}"
 
 
-def memory(suite: Record) -> str:
+def memory(suite: Record, _: Path) -> str:
     """How long a sequence fits."""
     lines = [
         [
@@ -188,17 +187,24 @@ def rewritten(readme: str, tables: str) -> str:
     return pattern.sub(lambda _: f"{_BEGIN}\n\n{tables}\n\n{_END}", readme)
 
 
+_PARTS: Mapping[str, Callable[[Record, Path], str]] = {
+    "headline": partial(speeds, name="headline"),
+    "models": partial(speeds, name="models"),
+    "origin": series,
+    "memory": memory,
+}
+
+
 def main(arguments: Sequence[str]) -> None:
     """Publish one folder, if there is anything in it."""
     folder = Path(arguments[0]).resolve() if arguments else RESULTS
-    tables = text(folder)
-    if len(arguments) > 1 or not tables:
+    found = load(folder)
+    if len(arguments) > 1 or not found.keys() & _PARTS.keys():
         print(f"publish.py: expected one folder of results, got {arguments}", file=sys.stderr)
         sys.exit(2)
-    for path in folder.glob("*.json"):
-        plots.draw(path.stem, json.loads(path.read_text()), folder)
-    # With the plots, which may be new.
-    _README.write_text(rewritten(_README.read_text(), text(folder)))
+    for name, suite in found.items():
+        plots.draw(name, suite, folder)
+    _README.write_text(rewritten(_README.read_text(), text(found, folder)))
 
 
 if __name__ == "__main__":

@@ -135,8 +135,7 @@ def run(args: argparse.Namespace, base_peers: Sequence[Peer]) -> None:
         if problems.SUITES[name].is_series:
             for shown in report.series_tables(name, suites[name]["jobs"]):
                 console.print(shown)
-    if (command_line.MEMORY, command_line.MEMORY) in command_line.names(args):
-        rivals = command_line.memory_peers(args, base_peers)
+    if rivals := command_line.memory_peers(args, base_peers):
         suites[command_line.MEMORY] = run_footprint(args, rivals, console)
         keep()
     if args.out is not None:

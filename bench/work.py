@@ -42,7 +42,7 @@ def flops(case: Case, with_gradients: bool) -> int:
     dim, dv over the value's.
     """
     key_products, value_products = (4, 3) if with_gradients else (1, 1)
-    features = key_products * case.H + value_products * _value_head_dim(case)
+    features = key_products * case.H + value_products * case.value_head_dim
     return 2 * visible_pairs(case) * case.N * features
 
 
@@ -57,15 +57,11 @@ def least_bytes(case: Case, with_gradients: bool) -> int:
     first = np.where(sees, start, case.S).min(axis=1, initial=case.S)
     end = np.where(sees, stop, 0).max(axis=1, initial=0)
     seen_keys = int(np.maximum(0, end - first).sum())
-    query_row, out_row = case.N * case.H, case.N * _value_head_dim(case)
-    key_row, value_row = case.K * case.H, case.K * _value_head_dim(case)
+    query_row, out_row = case.N * case.H, case.N * case.value_head_dim
+    key_row, value_row = case.K * case.H, case.K * case.value_head_dim
     numbers = int(sees.sum()) * query_row + seen_keys * (key_row + value_row)
     numbers += case.B * case.T * out_row
     if with_gradients:
         numbers += int(sees.sum()) * out_row
         numbers += case.B * (case.T * query_row + case.S * (key_row + value_row))
     return numbers * jnp.dtype(case.dtype).itemsize
-
-
-def _value_head_dim(case: Case) -> int:
-    return case.H if case.Hv is None else case.Hv

@@ -24,6 +24,7 @@ from pallas_flash import backends
 from pallas_flash.api import flash_attention_with_lse
 from pallas_flash.spec import AttentionOutput
 from pallas_flash.testing import (
+    UNTUNED,
     Case,
     Inputs,
     Truth,
@@ -325,7 +326,7 @@ def _forward(
     return attention(**primals, **others, **dict(options))
 
 
-_FORWARD = jax.jit(_forward, static_argnums=(0, 1), compiler_options={"xla_gpu_autotune_level": 0})
+_FORWARD = jax.jit(_forward, static_argnums=(0, 1), compiler_options=UNTUNED)
 
 
 def _milliseconds(program: Callable[..., Any], *args: Any) -> float:

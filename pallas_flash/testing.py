@@ -52,6 +52,10 @@ class Case:
     spread: float = 1.0
 
     @property
+    def value_head_dim(self) -> int:
+        return self.H if self.Hv is None else self.Hv
+
+    @property
     def id(self) -> str:
         """Readable and unique: sizes, then each option in use, such as "B2-T3-...-causal"."""
         parts = [f"{name}{getattr(self, name)}" for name in ("B", "T", "S", "N", "K", "H")]
@@ -124,7 +128,7 @@ def make_inputs(case: Case, seed: int) -> Inputs:
     """Draw a case's arrays, rounded to its dtype once, here: everyone gets the same."""
     rng = np.random.default_rng(seed)
     dtype = jnp.dtype(case.dtype)
-    value_head_dim = case.H if case.Hv is None else case.Hv
+    value_head_dim = case.value_head_dim
 
     def normal(*shape: int, dtype: np.dtype = dtype) -> np.ndarray:
         return rng.standard_normal(shape).astype(dtype)
@@ -206,11 +210,11 @@ def differentiate(
     return result, vjp(cotangents)[0]
 
 
-# What is compared and not timed need not be tuned. On a GPU XLA would try dozens of kernels for
-# each product.
-jitted = jax.jit(
-    differentiate, static_argnums=(0, 1), compiler_options={"xla_gpu_autotune_level": 0}
-)
+# `compiler_options` for what is compared and not timed, which need not be tuned. On a GPU XLA would
+# try dozens of kernels for each product.
+UNTUNED = {"xla_gpu_autotune_level": 0}
+
+jitted = jax.jit(differentiate, static_argnums=(0, 1), compiler_options=UNTUNED)
 
 
 def oracle(inputs: Inputs) -> dict[str, np.ndarray]:

@@ -9,6 +9,7 @@ from pathlib import Path
 import base
 import command_line
 import footprint
+import machine
 import peers
 import problems
 import publish
@@ -168,7 +169,7 @@ def test_the_package_beside_it_is_timed(tmp_path):
 
 
 def test_no_git_no_revision(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(base, "_ROOT", tmp_path)
+    monkeypatch.setattr(machine, "_ROOT", tmp_path)
     with pytest.raises(SystemExit) as ended:
         command_line.parse(["--base", "HEAD"], None)
     assert ended.value.code == 2
@@ -193,4 +194,7 @@ def test_every_peer_of_a_suite_is_in_the_list():
 def test_the_readme_shows_the_results():
     """Its tables are what the command makes of the files, to the letter."""
     readme = (ROOT / "README.md").read_text()
-    assert publish.rewritten(readme, publish.text(publish.RESULTS)) == readme
+    assert (
+        publish.rewritten(readme, publish.text(publish.load(publish.RESULTS), publish.RESULTS))
+        == readme
+    )
