@@ -1,5 +1,6 @@
 """How much memory attention takes, and how long a sequence fits."""
 
+import dataclasses
 import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -9,7 +10,7 @@ from typing import Any
 import jax
 import problems
 import work
-from jobs import Job, judge_one, prepare
+from jobs import Job, judge_one, prepare, reason_of
 from peers import Peer
 from programs import Compiled
 from report import Row
@@ -39,7 +40,8 @@ class Footprint:
       longest: the greatest length, of powers of two, at which arguments, results and temporaries
         fit the card together, by that account; 0 for none.
       ran: the greatest length at which it was run, of those that do not take too long.
-      reason: why there is nothing of this; empty where there is.
+      reason: why there is nothing of this, or the error that it ends with; empty where memory is
+        what ends it, or nothing does.
     """
 
     peer: str
@@ -52,9 +54,12 @@ class Footprint:
 
 def card_bytes() -> int:
     """What JAX may take of the device's memory."""
-    stats = jax.devices()[0].memory_stats()
+    device = jax.devices()[0]
+    stats = device.memory_stats()
     if stats is not None:
         return stats["bytes_limit"]
+    if device.platform != "cpu":
+        raise RuntimeError(f"JAX does not say how much memory {device.device_kind} has")
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
@@ -73,31 +78,42 @@ def measure(
         for job, (ready,) in zip(jobs, prepare(jobs, seed, lambda: None), strict=True)
     ]
     with ThreadPoolExecutor() as pool:
-        programs = pool.map(
-            lambda job, ready: {} if ready.timed is None else _grow(job, longest, limit),
+        grown = pool.map(
+            lambda job, ready: ({}, "") if ready.timed is None else _grow(job, longest, limit),
             jobs,
             judged,
         )
         results = []
-        for job, ready, fitting in zip(jobs, judged, programs, strict=True):
-            results.append(_footprint(job, ready.row, fitting, seed))
+        for job, ready, (programs, stopped) in zip(jobs, judged, grown, strict=True):
+            row = dataclasses.replace(ready.row, reason=ready.row.reason or stopped)
+            results.append(_footprint(job, row, programs, seed))
             step()
     return results
 
 
-def _grow(job: Job, longest: int, limit: int) -> dict[int, Compiled]:
-    """Programs by length that fit: four times the length before, and at the end twice."""
+def _grow(job: Job, longest: int, limit: int) -> tuple[dict[int, Compiled], str]:
+    """Programs by length that fit: four times the length before, and at the end twice.
+
+    And the last error on the way, in words; empty without one.
+    """
     (peer,) = job.rivals
     programs: dict[int, Compiled] = {}
+    stopped = ""
     length = _SHORTEST // 4
     for factor in (4, 2):
         while _SHORTEST <= (longer := factor * length) <= longest:
-            compiled = _fitting(peer, longer, job.with_gradients, limit)
+            try:
+                compiled = _fitting(peer, longer, job.with_gradients, limit)
+            # XLA finds out that a problem is too large in more than one way, and others in theirs.
+            # The row shows it, for it may be something else.
+            except Exception as error:
+                stopped = reason_of(f"stopped at S {longer}", error)
+                break
             if compiled is None:
                 break
             programs[longer] = compiled
             length = longer
-    return programs
+    return programs, stopped
 
 
 def _fitting(peer: Peer, length: int, with_gradients: bool, limit: int) -> Compiled | None:
@@ -107,11 +123,7 @@ def _fitting(peer: Peer, length: int, with_gradients: bool, limit: int) -> Compi
     # Before XLA sets out to find room for them.
     if arguments > limit:
         return None
-    try:
-        compiled = peer.compile(case, with_gradients, False)
-    # XLA finds out that a problem is too large in more than one way, and others in theirs.
-    except Exception:
-        return None
+    compiled = peer.compile(case, with_gradients, False)
     if compiled.temporary_bytes is None or compiled.result_bytes is None:
         return None
     taken = arguments + compiled.temporary_bytes + compiled.result_bytes
@@ -121,7 +133,7 @@ def _fitting(peer: Peer, length: int, with_gradients: bool, limit: int) -> Compi
 def _footprint(job: Job, row: Row, programs: Mapping[int, Compiled], seed: int) -> Footprint:
     (peer,) = job.rivals
     most_flops = _GPU_FLOPS if jax.default_backend() == "gpu" else _CPU_FLOPS
-    ran = 0
+    ran, reason = 0, row.reason
     for length in sorted(programs, reverse=True):
         case = problem(length)
         if work.flops(case, job.with_gradients) > most_flops:
@@ -129,11 +141,11 @@ def _footprint(job: Job, row: Row, programs: Mapping[int, Compiled], seed: int) 
         try:
             jax.block_until_ready(programs[length].call(*problems.draw(case, seed)[0]))
         # The account leaves out what the program's code takes, and gaps between arrays.
-        except RuntimeError:
+        except RuntimeError as error:
+            reason = reason_of(f"not run at S {length}", error)
             continue
         ran = length
         break
-    reason = row.reason
     if not programs and not reason:
         unknown, too_large = "XLA has no account of its memory", f"S {_SHORTEST} does not fit"
         reason = f"refused: {unknown if row.temporary_bytes is None else too_large}"
@@ -150,7 +162,7 @@ def table(footprints: Sequence[Footprint]) -> Table:
     result.add_column("peer", no_wrap=True)
     for heading in ("direction", *(f"S {length}" for length in lengths), "longest", "ran"):
         result.add_column(heading, justify="right")
-    result.add_column("no figures because")
+    result.add_column("no figures, or no more, because")
     for each in footprints:
         cells = [
             f"{each.temporary_bytes[length] / 1e6:.4g}"

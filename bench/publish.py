@@ -94,17 +94,17 @@ def series(suite: Record, folder: Path) -> str:
         f"{_sizes(jobs[0]['case'], without='S')} at growing lengths, forward: ms, and MB allocated "
         f"beyond arguments and results. {_about(suite['header'])}"
     )
-    return "\n".join([about, *_compared(jobs), "", *_table(heading, lines)]) + _plots(
+    return "\n".join([about, *_compared(jobs, peers), "", *_table(heading, lines)]) + _plots(
         folder, "origin"
     )
 
 
-def _compared(jobs: Sequence[Record]) -> list[str]:
+def _compared(jobs: Sequence[Record], peers: Sequence[str]) -> list[str]:
     """The last of the peers beside the others at one length, in a sentence."""
     job = next((job for job in jobs if job["case"]["S"] == 2048), None)
     if job is None:
         return []
-    *others, ours = job["rows"]
+    *others, ours = (_row(job, peer) for peer in peers)
     ratios = [
         f"{np.median(np.divide(row['times'], ours['times'])):.2f} times as fast as {row['peer']}"
         for row in others

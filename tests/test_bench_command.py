@@ -143,6 +143,21 @@ def test_a_case_is_one_of_suite_memory_too():
     assert command_line.names(args) == [("smoke", "smoke")]
 
 
+def test_an_error_that_ends_suite_memory_is_told(seed):
+    """It need not be one of memory."""
+    plain = peers.PEERS["three-steps"]
+
+    def compile(case, with_gradients, is_tuned):
+        if case.S > 256:
+            raise ValueError("no such length")
+        return plain.compile(case, with_gradients, is_tuned)
+
+    peer = peers.Peer("peer", compile)
+    found, _ = footprint.measure([peer], 1024, 10**12, seed, lambda: None)
+    assert (found.longest, found.ran) == (256, 256)
+    assert found.reason == "stopped at S 512: no such length"
+
+
 def test_who_is_named_twice_is_asked_once():
     args = command_line.parse(["--suite", "smoke", "smoke", "--peers", "jax-xla", "jax-xla"], None)
     (forward, both) = command_line.jobs(args, [])
