@@ -119,7 +119,7 @@ def _grow(job: Job, longest: int, limit: int) -> tuple[dict[int, Compiled], str]
 def _fitting(peer: Peer, length: int, with_gradients: bool, limit: int) -> Compiled | None:
     """The program for a length, if it and its arrays fit."""
     case = problem(length)
-    arguments = problems.argument_bytes(case)
+    arguments = problems.argument_bytes(case, with_gradients)
     # Before XLA sets out to find room for them.
     if arguments > limit:
         return None

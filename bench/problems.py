@@ -118,14 +118,16 @@ def shapes(case: Case) -> Any:
     return jax.eval_shape(lambda: _draw(case, jax.random.key(0)))
 
 
-def argument_bytes(case: Case) -> int:
-    """What a program's arguments take."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes(case)))
+def argument_bytes(case: Case, with_gradients: bool) -> int:
+    """What a program reads; without gradients that is not the cotangent."""
+    primals, others, dout = shapes(case)
+    read = (primals, others, dout) if with_gradients else (primals, others)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(read))
 
 
 def draw(case: Case, seed: int) -> list[Arguments]:
     """Sets of a program's arguments, normal and on the device: as many as outgrow its cache."""
-    sets = min(_MOST_SETS, math.ceil(_ROTATED_BYTES / argument_bytes(case)))
+    sets = min(_MOST_SETS, math.ceil(_ROTATED_BYTES / argument_bytes(case, False)))
     draw_one = jax.jit(partial(_draw, case))
     return [draw_one(key) for key in jax.random.split(jax.random.key(seed), sets)]
 

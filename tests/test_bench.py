@@ -58,7 +58,8 @@ def test_a_judged_problem_keeps_what_it_is_about(name):
 def test_sets_outgrow_the_cache_and_differ(seed):
     case = dataclasses.replace(SMALL, B=4, T=2048, S=2048, N=8, K=8, H=128)
     sets = problems.draw(case, seed)
-    sizes = [sum(x.nbytes for x in jax.tree.leaves(arguments)) for arguments in sets]
+    # What a forward reads of them.
+    sizes = [sum(x.nbytes for x in jax.tree.leaves(arguments[:2])) for arguments in sets]
     assert sum(sizes[:-1]) < 2**28 <= sum(sizes)
     first, second = (jax.tree.leaves(arguments) for arguments in sets[:2])
     for x, other in zip(first, second, strict=True):

@@ -84,16 +84,18 @@ def test_how_memory_grows(seed):
     assert rows["ours-triton", True].reason.startswith("refused: 'triton' cannot run")
 
 
-def test_what_does_not_fit_is_not_said_to(seed):
+@pytest.mark.parametrize("with_gradients", [False, True])
+def test_what_does_not_fit_is_not_said_to(with_gradients, seed):
     """To the byte: arguments, results and temporaries together."""
     plain = peers.PEERS["three-steps"]
-    program = plain.compile(footprint.problem(256), False, False)
-    arguments = 2 * 256 * 64 * (8 + 2 + 2 + 8)
+    program = plain.compile(footprint.problem(256), with_gradients, False)
+    # A forward reads no cotangent.
+    arguments = 2 * 256 * 64 * (8 + 2 + 2 + 8 * with_gradients)
     enough = arguments + program.result_bytes + program.temporary_bytes
     for limit, longest in ((enough, 256), (enough - 1, 0)):
-        found = footprint.measure([plain], 256, limit, seed, lambda: None)
-        assert found[0].longest == longest
-        assert found[0].reason == ("" if longest else "refused: S 256 does not fit")
+        found = footprint.measure([plain], 256, limit, seed, lambda: None)[with_gradients]
+        assert found.longest == longest
+        assert found.reason == ("" if longest else "refused: S 256 does not fit")
 
 
 @pytest.mark.parametrize(
