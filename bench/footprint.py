@@ -13,7 +13,7 @@ import work
 from jobs import Job, judge_one, prepare, reason_of
 from peers import Peer
 from programs import Compiled
-from report import Row
+from report import Row, megabytes
 from rich.table import Table
 
 from pallas_flash.testing import Case
@@ -155,25 +155,27 @@ def _footprint(job: Job, row: Row, programs: Mapping[int, Compiled], seed: int) 
     )
 
 
-def table(footprints: Sequence[Footprint]) -> Table:
+def tables(footprints: Sequence[Footprint]) -> list[Table]:
     """Temporaries at each length, and how far each goes."""
-    result = Table(title=f"memory: {PROBLEM}, temporaries in MB", title_justify="left")
-    lengths = sorted({length for each in footprints for length in each.temporary_bytes})
-    result.add_column("peer", no_wrap=True)
-    for heading in ("direction", *(f"S {length}" for length in lengths), "longest", "ran"):
-        result.add_column(heading, justify="right")
-    result.add_column("no figures, or no more, because")
+    by_length = Table(title=f"memory: temporaries in MB, {PROBLEM}", title_justify="left")
+    by_length.add_column("S", justify="right")
+    reach = Table(title="memory: how long a sequence fits", title_justify="left")
+    for heading in ("peer", "direction", "longest", "ran", "no figures, or no more, because"):
+        reach.add_column(heading, justify="right" if heading in ("longest", "ran") else "left")
     for each in footprints:
+        direction = "both" if each.with_gradients else "forward"
+        by_length.add_column(f"{each.peer} {direction}", justify="right")
+        reach.add_row(each.peer, direction, str(each.longest), str(each.ran), each.reason)
+    for length in sorted({length for each in footprints for length in each.temporary_bytes}):
         cells = [
-            f"{each.temporary_bytes[length] / 1e6:.4g}"
+            megabytes(each.temporary_bytes[length])
             if length in each.temporary_bytes
             # Too long for it, or passed over.
             else "-" * (length > each.longest)
-            for length in lengths
+            for each in footprints
         ]
-        direction = "both" if each.with_gradients else "forward"
-        result.add_row(each.peer, direction, *cells, str(each.longest), str(each.ran), each.reason)
-    return result
+        by_length.add_row(str(length), *cells)
+    return [by_length, reach]
 
 
 def record(footprints: Sequence[Footprint], limit: int) -> dict[str, Any]:

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import plots
+from report import megabytes
 
 _ROOT = Path(__file__).parent.parent
 _README = _ROOT / "README.md"
@@ -114,10 +115,7 @@ def _compared(jobs: Sequence[Record], peers: Sequence[str]) -> list[str]:
 
 
 def _megabytes(row: Record) -> str:
-    if row["temporary_bytes"] is None:
-        return "-"
-    megabytes = row["temporary_bytes"] / 1e6
-    return f"{megabytes:,.0f}" if megabytes >= 10 else f"{megabytes:.2g}"
+    return "-" if row["temporary_bytes"] is None else megabytes(row["temporary_bytes"])
 
 
 def memory(suite: Record, _: Path) -> str:

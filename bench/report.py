@@ -110,11 +110,16 @@ def table(title: str, rows: Sequence[Mapping[str, Any]], baselines: Sequence[str
     for row in rows:
         cells = [format(row[name], form) if name in row else "" for name, _, form in columns]
         memory = row["temporary_bytes"]
-        cells.append("" if memory is None else f"{memory / 1e6:.1f}")
+        cells.append("" if memory is None else megabytes(memory))
         errors = [float(error) for error in row["errors"].values()]
         cells.append(f"{max(errors):.1e}" if errors else "")
         result.add_row(row["peer"], *cells, row["reason"])
     return result
+
+
+def megabytes(size: int) -> str:
+    """Bytes as MB."""
+    return f"{size / 1e6:,.0f}" if size >= 1e9 else f"{size / 1e6:.4g}"
 
 
 def by_length(
@@ -141,7 +146,7 @@ def series_tables(suite: str, records: Sequence[Mapping[str, Any]]) -> list[Tabl
     def memory(row: Mapping[str, Any]) -> str:
         if row["temporary_bytes"] is None:
             return "-"
-        return f"{row['result_bytes'] / 1e6:.4g} + {row['temporary_bytes'] / 1e6:.4g}"
+        return f"{megabytes(row['result_bytes'])} + {megabytes(row['temporary_bytes'])}"
 
     return [
         by_length(f"{suite}: ms", records, time),

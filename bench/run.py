@@ -87,7 +87,8 @@ def run_footprint(
     with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("memory", total=2 * len(rivals))
         found = footprint.measure(rivals, longest, limit, args.seed, lambda: progress.advance(task))
-    console.print(footprint.table(found))
+    for shown in footprint.tables(found):
+        console.print(shown)
     return footprint.record(found, limit)
 
 
