@@ -15,7 +15,7 @@ Record = Mapping[str, Any]
 def draw(suite: str, found: Record, folder: Path) -> None:
     """Write the plots of what a suite's JSON file has."""
     if "jobs" not in found:
-        _memory(found["rows"], folder / f"{suite}.png")
+        _memory(found["rows"], folder / f"{suite}-mb.png")
     elif problems.SUITES[suite].is_series:
         _series(found["jobs"], folder / f"{suite}-ms.png", "ms", lambda row: row.get("ms"))
         _series(
@@ -53,6 +53,7 @@ def _series(
     for peer in [row["peer"] for row in jobs[0]["rows"]]:
         rows = {job["case"]["S"]: row for job in jobs for row in job["rows"] if row["peer"] == peer}
         _lines(axes, peer, {length: figure_of(row) for length, row in rows.items()})
+    axes.set_yscale("log")
     _finish(figure, axes, path, label)
 
 
@@ -63,12 +64,14 @@ def _memory(rows: Sequence[Record], path: Path) -> None:
         direction = "both" if row["with_gradients"] else "forward"
         points = {int(length): x / 1e6 for length, x in row["temporary_bytes"].items()}
         _lines(axes, f"{row['peer']}, {direction}", dict(points))
-    _finish(figure, axes, path, "MB, temporaries", "symlog")
+    # A kilobyte and what is less go down to 0 in a straight line.
+    axes.set_yscale("symlog", linthresh=1e-3)
+    axes.set_ylim(bottom=0)
+    _finish(figure, axes, path, "MB, temporaries")
 
 
-def _finish(figure: Figure, axes: Axes, path: Path, label: str, scale: str = "log") -> None:
+def _finish(figure: Figure, axes: Axes, path: Path, label: str) -> None:
     axes.set_xscale("log", base=2)
-    axes.set_yscale(scale)
     axes.set_xlabel("S")
     axes.set_ylabel(label)
     figure.legend(loc="outside right upper")

@@ -118,7 +118,7 @@ def _megabytes(row: Record) -> str:
     return "-" if row["temporary_bytes"] is None else megabytes(row["temporary_bytes"])
 
 
-def memory(suite: Record, _: Path) -> str:
+def memory(suite: Record, folder: Path) -> str:
     """How long a sequence fits."""
     lines = [
         [
@@ -132,9 +132,11 @@ def memory(suite: Record, _: Path) -> str:
     ]
     about = (
         f"The longest sequence, of powers of two, that fits {suite['card_bytes'] / 1e9:.0f} GB by "
-        f"XLA's account ({suite['problem']}), and the longest of these that was run to see it."
+        f"XLA's account ({suite['problem']}), and the longest of these that was run to see it. "
+        f"{_where(suite['header'])}."
     )
-    return "\n".join([about, "", *_table(["", "", "fits", "ran"], lines)])
+    table = "\n".join([about, "", *_table(["", "", "fits", "ran"], lines)])
+    return table + _plots(folder, "memory")
 
 
 def _row(job: Record, peer: str) -> Record:
@@ -156,14 +158,20 @@ def _sizes(case: Record, without: str = "") -> str:
     return " ".join([*parts, case["dtype"]])
 
 
+def _where(header: Record) -> str:
+    return (
+        f"{header['card']}, JAX {header['jax']}, driver {header['driver']}, {header['date']}, "
+        f"commit {header['commit']}"
+    )
+
+
 def _about(header: Record) -> str:
     matmul = ", ".join(
         f"{x:.0f} TFLOP/s in {dtype}" for dtype, x in header["matmul_tflops"].items()
     )
     return (
-        f"{header['card']}, JAX {header['jax']}, driver {header['driver']}, {header['date']}, "
-        f"commit {header['commit']}; in the same run a large matrix product reached {matmul} and a "
-        f"copy {header['copy_tbps']:.2f} TB/s."
+        f"{_where(header)}; in the same run a large matrix product reached {matmul} and a copy "
+        f"{header['copy_tbps']:.2f} TB/s."
     )
 
 
