@@ -6,7 +6,6 @@ import secrets
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import base
 import peers
@@ -14,20 +13,17 @@ import problems
 from jobs import Job
 from peers import Peer
 
+from pallas_flash.terminal import Parser
+
 MEMORY = "memory"
 
 _SWEEP_PEERS = (peers.OURS, peers.CUDNN)
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        """Without the usage, of which there is a page."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def _positive(text: str) -> int:
+def _rounds(text: str) -> int:
+    """More would never end."""
     number = int(text)
-    if number < 1:
+    if not 1 <= number <= 10_000:
         raise ValueError
     return number
 
@@ -41,12 +37,15 @@ def _seed(text: str) -> int:
 
 
 # What argparse calls them in its message.
-_positive.__name__ = "number of 1 or more"
+_rounds.__name__ = "number from 1 to 10000"
 _seed.__name__ = "number from 0 to 2^32 - 1"
 
 
 def _folder(text: str) -> Path:
     """Made, and seen to take files."""
+    # As a variable that is not set gives it; to `Path` it is the folder where one stands.
+    if not text:
+        raise argparse.ArgumentTypeError("expected a folder, got ''")
     path = Path(text)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -69,7 +68,7 @@ def _commit(text: str) -> str:
 
 def parse(arguments: Sequence[str] | None, description: str | None) -> argparse.Namespace:
     """The command line; exits with 2 and a sentence where it asks for what there is not."""
-    parser = _Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     suites = (*problems.SUITES, MEMORY)
     add(
@@ -90,7 +89,7 @@ def parse(arguments: Sequence[str] | None, description: str | None) -> argparse.
     )
     add("--base", type=_commit, metavar="REV", help="this project at another revision, beside it")
     add("--sweep", choices=peers.GRIDS, help="try configs of this kernel of ours, fastest first")
-    add("--rounds", type=_positive, help="how often each is timed: 10, with --quick 3")
+    add("--rounds", type=_rounds, help="how often each is timed: 10, with --quick 3")
     add("--quick", action="store_true", help="two problems a suite, few peers, short rounds")
     add("--wall", action="store_true", help="wall time, even where device time is to be had")
     add("--seed", type=_seed, default=secrets.randbits(31), help="of all arrays; random by default")

@@ -13,7 +13,7 @@ import work
 from jobs import Job, judge_one, prepare, reason_of
 from peers import Peer
 from programs import Compiled
-from report import Row, megabytes
+from report import Row, blank, megabytes
 from rich.table import Table
 
 from pallas_flash.testing import Case
@@ -157,15 +157,19 @@ def _footprint(job: Job, row: Row, programs: Mapping[int, Compiled], seed: int) 
 
 def tables(footprints: Sequence[Footprint]) -> list[Table]:
     """Temporaries at each length, and how far each goes."""
-    by_length = Table(title=f"memory: temporaries in MB, {PROBLEM}", title_justify="left")
+    by_length = blank(f"memory: temporaries in MB, {PROBLEM}")
     by_length.add_column("S", justify="right")
-    reach = Table(title="memory: how long a sequence fits", title_justify="left")
-    for heading in ("peer", "direction", "longest", "ran", "no figures, or no more, because"):
-        reach.add_column(heading, justify="right" if heading in ("longest", "ran") else "left")
+    reasons = [
+        f"{each.peer}, {_direction(each)}: {each.reason}" for each in footprints if each.reason
+    ]
+    reach = blank("memory: how long a sequence fits", "\n".join(reasons))
+    reach.add_column("peer")
+    reach.add_column("direction")
+    reach.add_column("longest", justify="right")
+    reach.add_column("ran", justify="right")
     for each in footprints:
-        direction = "both" if each.with_gradients else "forward"
-        by_length.add_column(f"{each.peer} {direction}", justify="right")
-        reach.add_row(each.peer, direction, str(each.longest), str(each.ran), each.reason)
+        by_length.add_column(f"{each.peer}\n{_direction(each)}", justify="right")
+        reach.add_row(each.peer, _direction(each), str(each.longest), str(each.ran))
     for length in sorted({length for each in footprints for length in each.temporary_bytes}):
         cells = [
             megabytes(each.temporary_bytes[length])
@@ -176,6 +180,10 @@ def tables(footprints: Sequence[Footprint]) -> list[Table]:
         ]
         by_length.add_row(str(length), *cells)
     return [by_length, reach]
+
+
+def _direction(footprint: Footprint) -> str:
+    return "both" if footprint.with_gradients else "forward"
 
 
 def record(footprints: Sequence[Footprint], limit: int) -> dict[str, Any]:

@@ -79,8 +79,9 @@ def _compile(job: Job, peer: Peer) -> Ready:
     if missing := peer.missing(problems.asked(job.case), job.with_gradients):
         return Ready(Row(peer.name, reason=f"refused: it has no {missing}"))
     try:
-        judged = peer.compile(problems.judged(job.case), job.with_gradients, False)
+        # First what is shown, so that a refusal is of that.
         timed = peer.compile(job.case, job.with_gradients, True)
+        judged = peer.compile(problems.judged(job.case), job.with_gradients, False)
     except ImportError as problem:
         return Ready(Row(peer.name, reason=reason_of("absent", problem)))
     except jax.errors.JaxRuntimeError:

@@ -42,7 +42,11 @@ def _figure(width: float) -> tuple[Figure, Axes]:
 
 def _lines(axes: Axes, label: str, points: Mapping[int, float | None]) -> None:
     known = {length: y for length, y in points.items() if y is not None}
-    axes.plot(list(known), list(known.values()), marker="o", label=label)
+    # Smaller and more broken the later, so that one line does not hide another.
+    place = len(axes.lines)
+    style = ("-", "--", "-.", ":")[place % 4]
+    size = max(3, 8 - place)
+    axes.plot(list(known), list(known.values()), style, marker="o", markersize=size, label=label)
 
 
 def _series(

@@ -3,6 +3,7 @@
 python bench/publish.py [FOLDER]
 """
 
+import argparse
 import json
 import os
 import re
@@ -17,7 +18,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import plots
-from report import megabytes
+import report
+from peers import CUDNN, OURS
+
+from pallas_flash.terminal import Parser
 
 _ROOT = Path(__file__).parent.parent
 _README = _ROOT / "README.md"
@@ -30,13 +34,26 @@ Record = Mapping[str, Any]
 
 
 def load(folder: Path) -> dict[str, Record]:
-    """A folder's JSON files, by suite."""
-    return {path.stem: json.loads(path.read_text()) for path in folder.glob("*.json")}
+    """What a folder has of the suites that are published; raises ValueError where it is no use."""
+    found = {}
+    for name in _PARTS:
+        path = folder / f"{name}.json"
+        if not path.exists():
+            continue
+        try:
+            found[name] = json.loads(path.read_text())
+        except json.JSONDecodeError as problem:
+            raise ValueError(f"{path}: {problem}") from None
+        if not report.has_figures(found[name]):
+            raise ValueError(f"{path}: no peer has a figure")
+    if not found:
+        raise ValueError(f"{folder}: expected a file of {', '.join(_PARTS)}, as run.py writes them")
+    return found
 
 
 def text(found: Mapping[str, Record], folder: Path) -> str:
     """All tables of a folder's suites, with its plots."""
-    return "\n\n".join(part(found[name], folder) for name, part in _PARTS.items() if name in found)
+    return "\n\n".join(_PARTS[name](suite, folder) for name, suite in found.items())
 
 
 def speeds(suite: Record, folder: Path, name: str) -> str:
@@ -44,12 +61,8 @@ def speeds(suite: Record, folder: Path, name: str) -> str:
     jobs: dict[str, list[Record]] = {}
     for job in suite["jobs"]:
         jobs.setdefault(job["name"], []).append(job)
-    peers = [
-        peer
-        for peer in dict.fromkeys(row["peer"] for job in suite["jobs"] for row in job["rows"])
-        if any("tflops" in _row(job, peer) for job in suite["jobs"])
-    ]
-    ours = peers[0]
+    asked = dict.fromkeys(row["peer"] for job in suite["jobs"] for row in job["rows"])
+    shown = [peer for peer in asked if any("ms" in _row(job, peer) for job in suite["jobs"])]
 
     def both(directions: Sequence[Record], peer: str, figure: str, form: str) -> str:
         known = [_row(job, peer).get(figure) for job in directions]
@@ -58,12 +71,12 @@ def speeds(suite: Record, folder: Path, name: str) -> str:
     lines = [
         [
             f"{problem}: {_sizes(directions[0]['case'])}",
-            *(both(directions, peer, "tflops", ".0f") for peer in peers),
-            both(directions, ours, "times_jax-cudnn", ".2f"),
+            *(both(directions, peer, "tflops", ".0f") for peer in shown),
+            both(directions, OURS, f"times_{CUDNN}", ".2f"),
         ]
         for problem, directions in jobs.items()
     ]
-    heading = [name, *peers, f"{ours} x jax-cudnn"]
+    heading = [name, *shown, f"{OURS} x {CUDNN}"]
     # Once for each, and for what went wrong each time: a dash alone would hide it.
     notes = dict.fromkeys(
         f"{row['peer']} is {row['reason']}."
@@ -74,7 +87,10 @@ def speeds(suite: Record, folder: Path, name: str) -> str:
         if row["reason"].startswith(("absent", "wrong"))
     )
     about = f"TFLOP/s, forward / forward and backward. {_about(suite['header'])}"
-    return "\n".join([about, *notes, "", *_table(heading, lines)]) + _plots(folder, name)
+    hidden = [f"{peer} has no figure at all." for peer in asked if peer not in shown]
+    dash = f"{'Every other' if notes else 'Every'} dash is a refusal; reasons are in {name}.json."
+    table = "\n".join([about, *notes, *hidden, dash, "", *_table(heading, lines)])
+    return table + _plots(folder, name)
 
 
 def series(suite: Record, folder: Path) -> str:
@@ -95,15 +111,14 @@ def series(suite: Record, folder: Path) -> str:
         f"{_sizes(jobs[0]['case'], without='S')} at growing lengths, forward: ms, and MB allocated "
         f"beyond arguments and results. {_about(suite['header'])}"
     )
-    return "\n".join([about, *_compared(jobs, peers), "", *_table(heading, lines)]) + _plots(
-        folder, "origin"
-    )
+    table = "\n".join([about, *_compared(jobs, peers), "", *_table(heading, lines)])
+    return table + _plots(folder, "origin")
 
 
 def _compared(jobs: Sequence[Record], peers: Sequence[str]) -> list[str]:
     """The last of the peers beside the others at one length, in a sentence."""
     job = next((job for job in jobs if job["case"]["S"] == 2048), None)
-    if job is None:
+    if job is None or "ms" not in _row(job, peers[-1]):
         return []
     *others, ours = (_row(job, peer) for peer in peers)
     ratios = [
@@ -115,7 +130,7 @@ def _compared(jobs: Sequence[Record], peers: Sequence[str]) -> list[str]:
 
 
 def _megabytes(row: Record) -> str:
-    return "-" if row["temporary_bytes"] is None else megabytes(row["temporary_bytes"])
+    return "-" if row["temporary_bytes"] is None else report.megabytes(row["temporary_bytes"])
 
 
 def memory(suite: Record, folder: Path) -> str:
@@ -201,17 +216,25 @@ _PARTS: Mapping[str, Callable[[Record, Path], str]] = {
 }
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Publish one folder, if there is anything in it."""
-    folder = Path(arguments[0]).resolve() if arguments else RESULTS
-    found = load(folder)
-    if len(arguments) > 1 or not found.keys() & _PARTS.keys():
-        print(f"publish.py: expected one folder of results, got {arguments}", file=sys.stderr)
-        sys.exit(2)
+    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=Path,
+        default=RESULTS,
+        help="of what run.py wrote; by default the H200's",
+    )
+    folder = parser.parse_args(arguments).folder.resolve()
+    try:
+        found = load(folder)
+    except ValueError as problem:
+        parser.error(str(problem))
     for name, suite in found.items():
         plots.draw(name, suite, folder)
     _README.write_text(rewritten(_README.read_text(), text(found, folder)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -10,17 +10,19 @@ import numpy as np
 import problems
 import work
 from clock import Ceilings
+from rich import box
 from rich.table import Table
 
 from pallas_flash.testing import Case
 
-# A figure's name in JSON, its heading and its form in a table.
+# A figure's name in JSON, its heading and its form in a table. Some headings have two lines, for a
+# terminal may have 80 columns.
 _COLUMNS = (
-    ("ms", "ms", ".3f"),
-    ("iqr_ms", "IQR", ".3f"),
-    ("tflops", "TFLOP/s", ".1f"),
-    ("percent_of_matmul", "% matmul", ".1f"),
-    ("percent_of_copy", "% copy", ".1f"),
+    ("ms", "ms", ".4g"),
+    ("iqr_ms", "IQR", ".2g"),
+    ("tflops", "TFLOP\n/s", ".1f"),
+    ("percent_of_matmul", "%\nmatmul", ".1f"),
+    ("percent_of_copy", "%\ncopy", ".1f"),
 )
 
 
@@ -99,21 +101,33 @@ def record(
     }
 
 
+def blank(title: str, below: str = "") -> Table:
+    """A table to be filled, narrow enough for a terminal."""
+    return Table(
+        title=title,
+        title_justify="left",
+        caption=below,
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=0,
+    )
+
+
 def table(title: str, rows: Sequence[Mapping[str, Any]], baselines: Sequence[str]) -> Table:
-    """One problem's rows, in the order given."""
-    columns = [*_COLUMNS, *((f"times_{other}", f"x {other}", ".2f") for other in baselines)]
-    result = Table(title=title, title_justify="left")
+    """One problem's rows, in the order given; below, why some have no figures."""
+    columns = [*_COLUMNS, *((f"times_{other}", f"x\n{other}", ".2f") for other in baselines)]
+    reasons = [f"{row['peer']}: {row['reason']}" for row in rows if row["reason"]]
+    result = blank(title, "\n".join(reasons))
     result.add_column("peer", no_wrap=True)
-    for heading in (*(heading for _, heading, _ in columns), "temp MB", "error"):
+    for heading in (*(heading for _, heading, _ in columns), "temp\nMB", "error"):
         result.add_column(heading, justify="right", no_wrap=True)
-    result.add_column("no figures because")
     for row in rows:
         cells = [format(row[name], form) if name in row else "" for name, _, form in columns]
         memory = row["temporary_bytes"]
         cells.append("" if memory is None else megabytes(memory))
         errors = [float(error) for error in row["errors"].values()]
         cells.append(f"{max(errors):.1e}" if errors else "")
-        result.add_row(row["peer"], *cells, row["reason"])
+        result.add_row(row["peer"], *cells)
     return result
 
 
@@ -126,7 +140,7 @@ def by_length(
     title: str, records: Sequence[Mapping[str, Any]], cell: Callable[[Mapping[str, Any]], str]
 ) -> Table:
     """One entry of each row of a series, a line for each length."""
-    result = Table(title=title, title_justify="left")
+    result = blank(title)
     peers = [row["peer"] for row in records[0]["rows"]]
     for heading in ("S", *peers):
         result.add_column(heading, justify="right", no_wrap=True)
@@ -162,3 +176,10 @@ def describe(case: Case, with_gradients: bool) -> str:
     share = work.share_of_pairs(case)
     work_done = f"{flops:.3g} FLOP, {moved:.4g} MB, {share:.2%} of all pairs"
     return f"{direction}: {problems.sizes(case)}, {work_done}"
+
+
+def has_figures(found: Mapping[str, Any]) -> bool:
+    """Whether anything came of a suite."""
+    if "jobs" not in found:
+        return any(row["longest"] for row in found["rows"])
+    return any("ms" in row for job in found["jobs"] for row in job["rows"])

@@ -35,6 +35,8 @@ from peers import Peer
 from rich.console import Console
 from rich.progress import Progress
 
+from pallas_flash import terminal
+
 # Long enough for the card to come down to the clock that its power allows: in 20 ms rounds some
 # peers were seen a sixth faster than they are for longer.
 _ROUND_MS, _QUICK_ROUND_MS = 250.0, 50.0
@@ -95,7 +97,7 @@ def run_footprint(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what the command line asks for."""
     args = command_line.parse(arguments, __doc__)
-    with tempfile.TemporaryDirectory() as folder:
+    with terminal.printing("run.py"), tempfile.TemporaryDirectory() as folder:
         base_peers = [] if args.base is None else [base.load(args.base, Path(folder))]
         run(args, base_peers)
 
@@ -144,15 +146,8 @@ def run(args: argparse.Namespace, base_peers: Sequence[Peer]) -> None:
         for name, found in suites.items():
             plots.draw(name, found, args.out)
     print(json.dumps({"header": header, "suites": suites}, allow_nan=False))
-    if not any(has_figures(found) for found in suites.values()):
+    if not any(report.has_figures(found) for found in suites.values()):
         sys.exit("run.py: no peer got a figure: the tables say why")
-
-
-def has_figures(found: dict[str, Any]) -> bool:
-    """Whether anything came of a suite."""
-    if "jobs" not in found:
-        return any(row["longest"] for row in found["rows"])
-    return any("ms" in row for job in found["jobs"] for row in job["rows"])
 
 
 if __name__ == "__main__":

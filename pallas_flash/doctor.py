@@ -12,6 +12,7 @@ import math
 import platform
 import subprocess
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -188,8 +189,11 @@ def _ascii(text: str) -> str:
 
 def _told(problem: Exception) -> str:
     """In one line, for any terminal, and not all of it: XLA's messages can be pages."""
-    text = " ".join(f"{type(problem).__name__}: {problem}".split()).removesuffix(":")
-    text = _ascii(text)
+    message = str(problem)
+    # An assertion may say nothing, and then where it stands says the most.
+    if not message and (calls := traceback.extract_tb(problem.__traceback__)):
+        message = f"in {calls[-1].name}, line {calls[-1].lineno} of {calls[-1].filename}"
+    text = _ascii(" ".join(f"{type(problem).__name__}: {message}".split()).removesuffix(":"))
     return text if len(text) <= 300 else f"{text[:300]}..."
 
 

@@ -318,7 +318,7 @@ def test_what_is_timed_is_tuned_and_what_is_judged_need_not_be(seed):
 
     job = Job("suite", "job", PROBLEMS["full"], True, [Peer("peer", compile)])
     jobs.prepare([job], seed, lambda: None)
-    assert asked == [(problems.judged(job.case), True, False), (job.case, True, True)]
+    assert asked == [(job.case, True, True), (problems.judged(job.case), True, False)]
 
 
 def test_a_sweep_shows_the_fastest_first_and_a_series_each_under_its_name(monkeypatch):

@@ -304,17 +304,27 @@ def test_reasons_that_are_none(small, monkeypatch, capsys):
     assert found[0].startswith("FAILED: TypeError")
 
 
-def test_output_that_nobody_takes():
+@pytest.mark.parametrize(
+    ("redirection", "message"),
+    [(">&-", "standard output is closed"), (">/dev/full", "No space left on device")],
+)
+def test_output_that_nobody_takes(redirection, message):
     """Without a traceback: it said what it could."""
-    with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-m", "pallas_flash", "doctor"],
-            cwd=ROOT,
-            env=os.environ | {"JAX_PLATFORMS": "nonsense"},
-            stdout=full,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" -m pallas_flash doctor {redirection}', sys.executable],
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "nonsense"},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert done.returncode == 1
-    assert done.stderr.endswith("cannot write: No space left on device\n")
+    assert done.stderr.endswith(f"cannot write: {message}\n")
     assert "Traceback" not in done.stderr
+
+
+def test_an_error_without_words_is_told_by_its_place(monkeypatch):
+    def fail(*_):
+        raise AssertionError
+
+    monkeypatch.setattr(jax, "devices", fail)
+    assert doctor.environment()["device"].startswith("AssertionError: in fail, line ")
