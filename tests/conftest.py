@@ -1,11 +1,15 @@
 """Strict JAX for every test, and a fresh seed for each run."""
 
+import os
+
 import jax
 import numpy as np
 import pytest
 
 from pallas_flash.backends.triton import TritonBackend
 
+# Several processes may test on one card, and each would take three quarters of its memory.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 # A GPU would multiply float32 as TF32, and half the digits that tests compare would be gone.
 jax.config.update("jax_default_matmul_precision", "highest")
