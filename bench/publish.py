@@ -42,9 +42,11 @@ def load(folder: Path) -> dict[str, Record]:
             continue
         try:
             found[name] = json.loads(path.read_text())
-        except json.JSONDecodeError as problem:
-            raise ValueError(f"{path}: {problem}") from None
-        if not report.has_figures(found[name]):
+            is_any = report.has_figures(found[name])
+        # It may be no text, no JSON, or other JSON.
+        except (ValueError, KeyError, TypeError) as problem:
+            raise ValueError(f"{path}: run.py did not write it: {problem!r}") from None
+        if not is_any:
             raise ValueError(f"{path}: no peer has a figure")
     if not found:
         raise ValueError(f"{folder}: expected a file of {', '.join(_PARTS)}, as run.py writes them")

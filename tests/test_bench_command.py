@@ -241,10 +241,12 @@ def test_no_git_no_revision(monkeypatch, tmp_path, capsys):
     ("written", "message"),
     [
         (None, "expected a file of headline, models, origin, memory"),
-        ('{"header": {}, "jo', "headline.json: Unterminated string"),
+        ('{"header": {}, "jo', "headline.json: run.py did not write it: JSONDecodeError"),
+        ("{}", "headline.json: run.py did not write it: KeyError"),
+        ("[1]", "headline.json: run.py did not write it: TypeError"),
         ('{"jobs": [{"rows": [{"peer": "ours-triton"}]}]}', "headline.json: no peer has a figure"),
     ],
-    ids=["nothing", "half", "no figures"],
+    ids=["nothing", "half", "empty", "other", "no figures"],
 )
 def test_what_is_no_result_is_not_published(written, message, tmp_path, capsys):
     before = (ROOT / "README.md").read_text()
