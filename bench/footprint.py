@@ -14,7 +14,7 @@ from jobs import Job, judge_one, prepare, reason_of
 from peers import Peer
 from programs import Compiled
 from report import Row, blank, megabytes
-from rich.table import Table
+from rich.console import Group
 
 from pallas_flash.testing import Case
 
@@ -155,14 +155,14 @@ def _footprint(job: Job, row: Row, programs: Mapping[int, Compiled], seed: int) 
     )
 
 
-def tables(footprints: Sequence[Footprint]) -> list[Table]:
+def tables(footprints: Sequence[Footprint]) -> list[Group]:
     """Temporaries at each length, and how far each goes."""
-    by_length = blank(f"memory: temporaries in MB, {PROBLEM}")
+    by_length = blank()
     by_length.add_column("S", justify="right")
     reasons = [
         f"{each.peer}, {_direction(each)}: {each.reason}" for each in footprints if each.reason
     ]
-    reach = blank("memory: how long a sequence fits", "\n".join(reasons))
+    reach = blank()
     reach.add_column("peer")
     reach.add_column("direction")
     reach.add_column("longest", justify="right")
@@ -179,7 +179,10 @@ def tables(footprints: Sequence[Footprint]) -> list[Table]:
             for each in footprints
         ]
         by_length.add_row(str(length), *cells)
-    return [by_length, reach]
+    return [
+        Group(f"memory: temporaries in MB, {PROBLEM}", by_length, ""),
+        Group("memory: how long a sequence fits", reach, *reasons, ""),
+    ]
 
 
 def _direction(footprint: Footprint) -> str:

@@ -38,7 +38,7 @@ def load(folder: Path) -> dict[str, Record]:
     found = {}
     for name in _PARTS:
         path = folder / f"{name}.json"
-        if not path.exists():
+        if not path.is_file():
             continue
         try:
             found[name] = json.loads(path.read_text())
@@ -48,6 +48,8 @@ def load(folder: Path) -> dict[str, Record]:
             raise ValueError(f"{path}: run.py did not write it: {problem!r}") from None
         if not is_any:
             raise ValueError(f"{path}: no peer has a figure")
+        if ("rows" in found[name]) != (_PARTS[name] is memory):
+            raise ValueError(f"{path}: it is of another suite")
     if not found:
         raise ValueError(f"{folder}: expected a file of {', '.join(_PARTS)}, as run.py writes them")
     return found
@@ -86,7 +88,7 @@ def speeds(suite: Record, folder: Path, name: str) -> str:
         else f"{row['peer']} at {job['name']} is {row['reason']}."
         for job in suite["jobs"]
         for row in job["rows"]
-        if row["reason"].startswith(("absent", "wrong"))
+        if row["reason"].startswith(("absent", "wrong", "not timed"))
     )
     about = f"TFLOP/s, forward / forward and backward. {_about(suite['header'])}"
     hidden = [f"{peer} has no figure at all." for peer in asked if peer not in shown]
@@ -128,7 +130,7 @@ def _compared(jobs: Sequence[Record], peers: Sequence[str]) -> list[str]:
         for row in others
         if "ms" in row
     ]
-    return [f"At 2048 {ours['peer']} is {', '.join(ratios)}."]
+    return [f"At 2048 {ours['peer']} is {', '.join(ratios)}."] if ratios else []
 
 
 def _megabytes(row: Record) -> str:

@@ -11,6 +11,7 @@ import problems
 import work
 from clock import Ceilings
 from rich import box
+from rich.console import Group
 from rich.table import Table
 
 from pallas_flash.testing import Case
@@ -101,23 +102,16 @@ def record(
     }
 
 
-def blank(title: str, below: str = "") -> Table:
+def blank() -> Table:
     """A table to be filled, narrow enough for a terminal."""
-    return Table(
-        title=title,
-        title_justify="left",
-        caption=below,
-        caption_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=0,
-    )
+    return Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
 
 
-def table(title: str, rows: Sequence[Mapping[str, Any]], baselines: Sequence[str]) -> Table:
+def table(title: str, rows: Sequence[Mapping[str, Any]], baselines: Sequence[str]) -> Group:
     """One problem's rows, in the order given; below, why some have no figures."""
     columns = [*_COLUMNS, *((f"times_{other}", f"x\n{other}", ".2f") for other in baselines)]
     reasons = [f"{row['peer']}: {row['reason']}" for row in rows if row["reason"]]
-    result = blank(title, "\n".join(reasons))
+    result = blank()
     result.add_column("peer", no_wrap=True)
     for heading in (*(heading for _, heading, _ in columns), "temp\nMB", "error"):
         result.add_column(heading, justify="right", no_wrap=True)
@@ -128,7 +122,8 @@ def table(title: str, rows: Sequence[Mapping[str, Any]], baselines: Sequence[str
         errors = [float(error) for error in row["errors"].values()]
         cells.append(f"{max(errors):.1e}" if errors else "")
         result.add_row(row["peer"], *cells)
-    return result
+    # A table's own title would be broken where the table ends.
+    return Group(title, result, *reasons, "")
 
 
 def megabytes(size: int) -> str:
@@ -138,9 +133,9 @@ def megabytes(size: int) -> str:
 
 def by_length(
     title: str, records: Sequence[Mapping[str, Any]], cell: Callable[[Mapping[str, Any]], str]
-) -> Table:
+) -> Group:
     """One entry of each row of a series, a line for each length."""
-    result = blank(title)
+    result = blank()
     peers = [row["peer"] for row in records[0]["rows"]]
     for heading in ("S", *peers):
         result.add_column(heading, justify="right", no_wrap=True)
@@ -148,10 +143,10 @@ def by_length(
         # A sweep shows the fastest first, which at each length may be another.
         rows = {row["peer"]: row for row in each["rows"]}
         result.add_row(str(each["case"]["S"]), *(cell(rows[peer]) for peer in peers))
-    return result
+    return Group(title, result, "")
 
 
-def series_tables(suite: str, records: Sequence[Mapping[str, Any]]) -> list[Table]:
+def series_tables(suite: str, records: Sequence[Mapping[str, Any]]) -> list[Group]:
     """How time and memory grow."""
 
     def time(row: Mapping[str, Any]) -> str:

@@ -30,7 +30,7 @@ import machine
 import problems
 import report
 from clock import Ceilings, Clock, device_clock, measure_ceilings, wall_clock
-from jobs import Bench, Job, prepare
+from jobs import Bench, Job, prepare, reason_of
 from peers import Peer
 from rich.console import Console
 from rich.progress import Progress
@@ -97,6 +97,11 @@ def run_footprint(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run what the command line asks for."""
     args = command_line.parse(arguments, __doc__)
+    try:
+        jax.devices()
+    # Each maker's plugin raises errors of its own.
+    except Exception as problem:
+        sys.exit(f"run.py: {reason_of('JAX finds no device', problem)}")
     with terminal.printing("run.py"), tempfile.TemporaryDirectory() as folder:
         base_peers = [] if args.base is None else [base.load(args.base, Path(folder))]
         run(args, base_peers)
@@ -118,7 +123,9 @@ def run(args: argparse.Namespace, base_peers: Sequence[Peer]) -> None:
     if args.base is not None:
         header["base"] = args.base
     # XLA's messages have brackets that rich would take for its own.
-    console = Console(width=None if sys.stdout.isatty() else 170, markup=False, highlight=False)
+    console = Console(markup=False, highlight=False)
+    # A narrower terminal breaks a long line, where rich would leave out digits.
+    console.width = max(console.width, 120) if console.is_terminal else 170
     for name, value in header.items():
         console.print(f"{name}: {value}")
     suites: dict[str, Any] = {}
@@ -127,8 +134,12 @@ def run(args: argparse.Namespace, base_peers: Sequence[Peer]) -> None:
         """After each table, for the sake of a run that is stopped."""
         if args.out is not None:
             for name, found in suites.items():
+                path = args.out / f"{name}.json"
                 text = json.dumps({"header": header, **found}, allow_nan=False)
-                (args.out / f"{name}.json").write_text(text)
+                try:
+                    path.write_text(text)
+                except OSError as problem:
+                    sys.exit(f"run.py: cannot write {path}: {problem.strerror}")
 
     bench = Bench(clock, args.rounds, args.seed)
     for job, record in run_jobs(todo, bench, ceilings, console, bool(args.sweep)):

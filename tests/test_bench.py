@@ -340,5 +340,6 @@ def test_a_sweep_shows_the_fastest_first_and_a_series_each_under_its_name(monkey
         ["a", "b"],
     ]
     times, _ = report.series_tables("origin", [record for _, record in made])
-    columns = {str(column.header): list(column.cells) for column in times.columns}
+    (_, table, *_) = times.renderables
+    columns = {str(column.header): list(column.cells) for column in table.columns}
     assert columns == {"S": ["64", "128"], "b": ["1", "4"], "a": ["2", "3"]}

@@ -97,7 +97,9 @@ def test_the_tables_of_memory():
             "b", True, {256: 25_112, 2048: 100}, 2048, 256, "stopped at S 4096: no"
         ),
     ]
-    by_length, reach = footprint.tables(found)
+    (_, by_length, *_), (_, reach, *below) = (
+        group.renderables for group in footprint.tables(found)
+    )
     assert [column.header for column in by_length.columns] == ["S", "a\nforward", "b\nboth"]
     cells = [list(column.cells) for column in by_length.columns]
     assert cells[0] == ["256", "1024", "2048", "4096"]
@@ -106,7 +108,7 @@ def test_the_tables_of_memory():
     assert cells[2] == ["0.02511", "", "0.0001", "-"]
     rows = list(zip(*(column.cells for column in reach.columns), strict=True))
     assert rows == [("a", "forward", "4096", "1024"), ("b", "both", "2048", "256")]
-    assert reach.caption == "b, both: stopped at S 4096: no"
+    assert below[0] == "b, both: stopped at S 4096: no"
 
 
 @pytest.mark.parametrize("with_gradients", [False, True])
@@ -244,9 +246,10 @@ def test_no_git_no_revision(monkeypatch, tmp_path, capsys):
         ('{"header": {}, "jo', "headline.json: run.py did not write it: JSONDecodeError"),
         ("{}", "headline.json: run.py did not write it: KeyError"),
         ("[1]", "headline.json: run.py did not write it: TypeError"),
+        ('{"rows": [{"longest": 256}]}', "headline.json: it is of another suite"),
         ('{"jobs": [{"rows": [{"peer": "ours-triton"}]}]}', "headline.json: no peer has a figure"),
     ],
-    ids=["nothing", "half", "empty", "other", "no figures"],
+    ids=["nothing", "half", "empty", "a list", "another suite", "no figures"],
 )
 def test_what_is_no_result_is_not_published(written, message, tmp_path, capsys):
     before = (ROOT / "README.md").read_text()
@@ -262,21 +265,43 @@ def test_what_is_no_result_is_not_published(written, message, tmp_path, capsys):
     assert (ROOT / "README.md").read_text() == before
 
 
-@pytest.mark.parametrize("peer", ["ours-triton", "flash-1"])
-def test_what_a_wrong_peer_leaves_is_published(peer):
-    """With a dash for it."""
-    found = publish.load(publish.RESULTS)
-    for job in found["origin"]["jobs"] + found["headline"]["jobs"]:
+def refuted(suite: str, *peers: str) -> publish.Record:
+    """A suite's results as if these peers had been wrong."""
+    found = publish.load(publish.RESULTS)[suite]
+    for job in found["jobs"]:
         for row in job["rows"]:
-            if row["peer"] == peer:
+            if row["peer"] in peers:
                 row.update(times=[], reason="wrong: out: error 1, budget 0")
                 for figure in ("ms", "tflops", "times_jax-cudnn"):
                     row.pop(figure, None)
-    text = publish.text(found, publish.RESULTS)
+    return found
+
+
+def test_a_wrong_peer_is_published_as_wrong():
+    text = publish.text({"headline": refuted("headline", "ours-triton")}, publish.RESULTS)
+    assert "\nours-triton at h64 is wrong: out: error 1, budget 0.\n" in text
+    # What it is compared with keeps its column.
+    (line,) = (line for line in text.splitlines() if line.startswith("| h64"))
+    heading = next(line for line in text.splitlines() if line.startswith("| headline"))
+    assert "| ours-triton |" not in heading
+    assert line.endswith("| - / - |")
+
+
+@pytest.mark.parametrize(
+    ("peers", "sentence"),
+    [
+        (["flash-1"], True),
+        (["ours-triton"], False),
+        (["jax-xla", "three-steps", "flash-1"], False),
+    ],
+    ids=lambda x: " ".join(x) if isinstance(x, list) else "",
+)
+def test_what_a_wrong_peer_leaves_of_a_series(peers, sentence):
+    text = publish.text({"origin": refuted("origin", *peers)}, publish.RESULTS)
     (line,) = (line for line in text.splitlines() if line.startswith("| 2048 |"))
-    assert line.count("| - |") == 1
-    assert f"as fast as {peer}" not in text
-    assert ("At 2048" in text) == (peer != "ours-triton")
+    assert line.count(" - ") == len(peers)
+    assert ("\nAt 2048 ours-triton is 1.35 times as fast as jax-xla, " in text) == sentence
+    assert "fast as flash-1" not in text
 
 
 def test_every_peer_of_a_suite_is_in_the_list():
