@@ -48,7 +48,7 @@ def load(folder: Path) -> dict[str, Record]:
             raise ValueError(f"{path}: run.py did not write it: {problem!r}") from None
         if not is_any:
             raise ValueError(f"{path}: no peer has a figure")
-        if ("rows" in found[name]) != (_PARTS[name] is memory):
+        if ("rows" in found[name]) != (name == "memory"):
             raise ValueError(f"{path}: it is of another suite")
     if not found:
         raise ValueError(f"{folder}: expected a file of {', '.join(_PARTS)}, as run.py writes them")

@@ -81,7 +81,8 @@ def test_how_memory_grows(seed):
     plain, ours = rows["three-steps", False], rows["ours-xla", False]
     # Sixteen times for four times the length, and four times; XLA for a GPU has more beside the
     # matrices of the shortest, and makes it twelve.
-    assert plain.temporary_bytes[1024] > 11.5 * plain.temporary_bytes[256]
+    least = 11.5 if jax.default_backend() == "gpu" else 15.5
+    assert plain.temporary_bytes[1024] > least * plain.temporary_bytes[256]
     assert ours.temporary_bytes[1024] < 4.4 * ours.temporary_bytes[256]
     assert ours.longest == 1024 >= plain.longest
     # All of this takes a CPU less than the work that a call may be.
@@ -213,22 +214,6 @@ def test_the_package_beside_it_is_timed(tmp_path):
     environment = ON_CPU | {"PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert "invalid choice: 'nothing'" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("redirection", "message"),
-    [(">&-", "standard output is closed"), (">/dev/full", "No space left on device")],
-)
-def test_output_that_nobody_takes(redirection, message):
-    command = [*COMMAND, "--suite", "smoke", "--rounds", "1", "--peers", "three-steps"]
-    done = subprocess.run(
-        ["bash", "-c", f'"$@" {redirection}', "bash", *command],
-        env=ON_CPU,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert done.stderr == f"run.py: cannot write: {message}\n"
 
 
 def test_no_git_no_revision(monkeypatch, tmp_path, capsys):

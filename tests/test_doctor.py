@@ -304,24 +304,6 @@ def test_reasons_that_are_none(small, monkeypatch, capsys):
     assert found[0].startswith("FAILED: TypeError")
 
 
-@pytest.mark.parametrize(
-    ("redirection", "message"),
-    [(">&-", "standard output is closed"), (">/dev/full", "No space left on device")],
-)
-def test_output_that_nobody_takes(redirection, message):
-    """Without a traceback: it said what it could."""
-    done = subprocess.run(
-        ["bash", "-c", f'"$0" -m pallas_flash doctor {redirection}', sys.executable],
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "nonsense"},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert done.returncode == 1
-    assert done.stderr.endswith(f"cannot write: {message}\n")
-    assert "Traceback" not in done.stderr
-
-
 def test_an_error_without_words_is_told_by_its_place(monkeypatch):
     def fail(*_):
         raise AssertionError
