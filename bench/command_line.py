@@ -88,7 +88,7 @@ def parse(arguments: Sequence[str] | None, description: str | None) -> argparse.
         help=f"of {', '.join(peers.PEERS)}; by default what fits the suite",
     )
     add("--base", type=_commit, metavar="REV", help="this project at another revision, beside it")
-    add("--sweep", choices=peers.GRIDS, help="try configs of this kernel of ours, fastest first")
+    add("--sweep", choices=peers.SWEEPS, help="try configs of this kernel of ours, fastest first")
     add("--rounds", type=_rounds, help="how often each is timed: 10, with --quick 3")
     add("--quick", action="store_true", help="two problems a suite, few peers, short rounds")
     add("--wall", action="store_true", help="wall time, even where device time is to be had")
@@ -126,9 +126,9 @@ def jobs(args: argparse.Namespace, beside: Sequence[Peer]) -> list[Job]:
         usual = peers.QUICK if args.quick else peers.DEFAULT
         rivals = _rivals(args, suite.peers or (args.sweep and _SWEEP_PEERS) or usual, beside)
         if args.sweep:
-            rivals += peers.sweep(args.sweep, case)
-            # A forward kernel is best seen without a backward; others have no part without one.
-            directions = (args.sweep != "forward",)
+            sweep = peers.SWEEPS[args.sweep]
+            rivals += sweep.peers(case)
+            directions = (sweep.with_gradients,)
         baselines = (*suite.baselines, *(peer.name for peer in beside))
         result += [Job(suite_name, name, case, both, rivals, baselines) for both in directions]
     return result

@@ -160,7 +160,8 @@ def attention(
         name="flash_attention_1_forward",
         programs=batch * heads,
         outputs=[jax.ShapeDtypeStruct(query.shape, jnp.float32), row, row],
-        config=config,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         like=query,
     )(query, key, value)

@@ -8,6 +8,7 @@ import numpy as np
 import problems
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from problems import Metric
 
 Record = Mapping[str, Any]
 
@@ -25,7 +26,7 @@ def draw(suite: str, found: Record, folder: Path) -> None:
         for with_gradients, ending in ((False, "forward"), (True, "backward")):
             jobs = [job for job in found["jobs"] if job["with_gradients"] == with_gradients]
             if jobs:
-                _bars(jobs, folder / f"{suite}-{ending}.png")
+                _bars(jobs, problems.SUITES[suite].metric, folder / f"{suite}-{ending}.png")
 
 
 def _megabytes(row: Record) -> float | None:
@@ -82,10 +83,12 @@ def _finish(figure: Figure, axes: Axes, path: Path, label: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-def _bars(jobs: Sequence[Record], path: Path) -> None:
-    """TFLOP/s, a group of bars for each problem, a colour for each peer with a figure in one."""
+def _bars(jobs: Sequence[Record], metric: Metric, path: Path) -> None:
+    """A group of bars for each problem, a colour for each peer with a figure in one."""
     speeds = {
-        peer: [row.get("tflops", 0.0) for job in jobs for row in job["rows"] if row["peer"] == peer]
+        peer: [
+            row.get(metric.name, 0.0) for job in jobs for row in job["rows"] if row["peer"] == peer
+        ]
         for peer in dict.fromkeys(row["peer"] for job in jobs for row in job["rows"])
     }
     speeds = {peer: known for peer, known in speeds.items() if any(known)}
@@ -94,6 +97,6 @@ def _bars(jobs: Sequence[Record], path: Path) -> None:
     for place, (peer, known) in enumerate(speeds.items()):
         axes.bar(np.arange(len(jobs)) + place * width, known, width, label=peer)
     axes.set_xticks(np.arange(len(jobs)) + 0.4, [job["name"] for job in jobs], rotation=20)
-    axes.set_ylabel("TFLOP/s")
+    axes.set_ylabel(metric.title)
     figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=150)

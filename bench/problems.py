@@ -29,6 +29,27 @@ _MOST_SETS = 128
 
 
 @dataclass(frozen=True)
+class Metric:
+    """By what a suite's peers are compared.
+
+    Attributes:
+      name: in JSON.
+      unit: as in a column's heading.
+      title: the unit, and of what where that is not plain.
+      digits: how many of its fraction are published.
+    """
+
+    name: str
+    unit: str
+    title: str
+    digits: int
+
+
+TFLOPS = Metric("tflops", "TFLOP/s", "TFLOP/s", 0)
+TBPS = Metric("tbps", "TB/s", "TB/s of valid keys and values, queries and outputs", 2)
+
+
+@dataclass(frozen=True)
 class Suite:
     """Cases that are shown together.
 
@@ -38,6 +59,7 @@ class Suite:
       peers: who is asked by default; empty for those of `peers.DEFAULT`.
       baselines: whose times the others' are compared with, where they have any.
       is_series: whether the cases are one at growing lengths.
+      metric: what its tables and plots show: the speed of what its time goes into.
     """
 
     cases: Mapping[str, Case]
@@ -45,15 +67,20 @@ class Suite:
     peers: tuple[str, ...] = ()
     baselines: tuple[str, ...] = ("jax-cudnn",)
     is_series: bool = False
+    metric: Metric = TFLOPS
 
 
 def _square(S: int, dtype: str = "bfloat16", **sizes_and_options: Any) -> Case:
     return Case(T=S, S=S, dtype=dtype, **sizes_and_options)
 
 
+def _lengths(rows: int) -> tuple[int, ...]:
+    return tuple(np.random.default_rng(0).integers(1, 8192, rows, endpoint=True).tolist())
+
+
 _causal = partial(_square, is_causal=True)
+_decode = partial(Case, T=1, N=32, K=8, H=128, dtype="bfloat16")
 _H128 = {"N": 16, "K": 16, "H": 128}
-_LENGTHS = tuple(np.random.default_rng(0).integers(1, 8192, 16, endpoint=True).tolist())
 
 SUITES = {
     "headline": Suite(
@@ -82,8 +109,31 @@ SUITES = {
             "cap-none": _causal(8192, B=2, **_H128),
             "cap-50": _causal(8192, B=2, **_H128, logits_soft_cap=50.0),
             "lengths-full": _square(8192, B=16, **_H128),
-            "lengths-uniform": _square(8192, B=16, **_H128, key_value_seq_lengths=_LENGTHS),
+            "lengths-uniform": _square(8192, B=16, **_H128, key_value_seq_lengths=_lengths(16)),
         }
+    ),
+    # The newest token of each row against all that its cache holds, with the heads of Llama-3-8B.
+    "decode": Suite(
+        {
+            "b1": _decode(B=1, S=32768),
+            "b16": _decode(B=16, S=8192),
+            "b64": _decode(B=64, S=4096),
+            "ragged": _decode(B=64, S=8192, key_value_seq_lengths=_lengths(64)),
+            # So small that with `--wall` it shows what a call costs beside its kernels.
+            "step": _decode(B=1, S=4096),
+        },
+        directions=(False,),
+        peers=(
+            "ours-decode",
+            "ours-paged",
+            "ours-triton",
+            "jax-cudnn",
+            "jax-xla",
+            "tokamax-triton",
+            "tokamax-mosaic",
+            "pallas-decode",
+        ),
+        metric=TBPS,
     ),
     # The experiment of a write-up that this project comes from, with the heads of Qwen3-0.6B: how
     # time and memory grow with the length, and what parallelism over query blocks buys.
@@ -158,5 +208,5 @@ def judged(case: Case) -> Case:
 
 
 def sizes(case: Case) -> str:
-    """Its id without its lengths, sixteen of which are no name."""
+    """Its id without its lengths, dozens of which are no name."""
     return dataclasses.replace(case, key_value_seq_lengths=None).id

@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import numpy as np
 import plots
+import problems
 import report
-from peers import CUDNN, OURS
+from peers import CUDNN
 
 from pallas_flash.terminal import Parser
 
@@ -61,11 +62,13 @@ def text(found: Mapping[str, Record], folder: Path) -> str:
 
 
 def speeds(suite: Record, folder: Path, name: str) -> str:
-    """TFLOP/s of each peer, forward and with backward, a line for each problem."""
+    """What a suite's metric says of each peer in each direction, a line for each problem."""
+    metric = problems.SUITES[name].metric
     jobs: dict[str, list[Record]] = {}
     for job in suite["jobs"]:
         jobs.setdefault(job["name"], []).append(job)
     asked = dict.fromkeys(row["peer"] for job in suite["jobs"] for row in job["rows"])
+    ours = [peer for peer in asked if peer.startswith("ours-")]
     shown = [peer for peer in asked if any("ms" in _row(job, peer) for job in suite["jobs"])]
 
     def both(directions: Sequence[Record], peer: str, figure: str, form: str) -> str:
@@ -75,12 +78,12 @@ def speeds(suite: Record, folder: Path, name: str) -> str:
     lines = [
         [
             f"{problem}: {_sizes(directions[0]['case'])}",
-            *(both(directions, peer, "tflops", ".0f") for peer in shown),
-            both(directions, OURS, f"times_{CUDNN}", ".2f"),
+            *(both(directions, peer, metric.name, f".{metric.digits}f") for peer in shown),
+            *(both(directions, peer, f"times_{CUDNN}", ".2f") for peer in ours),
         ]
         for problem, directions in jobs.items()
     ]
-    heading = [name, *shown, f"{OURS} x {CUDNN}"]
+    heading = [name, *shown, *(f"{peer} x {CUDNN}" for peer in ours)]
     # Once for each, and for what went wrong each time: a dash alone would hide it.
     notes = dict.fromkeys(
         f"{row['peer']} is {row['reason']}."
@@ -90,7 +93,10 @@ def speeds(suite: Record, folder: Path, name: str) -> str:
         for row in job["rows"]
         if row["reason"].startswith(("absent", "wrong", "not timed"))
     )
-    about = f"TFLOP/s, forward / forward and backward. {_about(suite['header'])}"
+    timed = dict.fromkeys(
+        "forward and backward" if job["with_gradients"] else "forward" for job in suite["jobs"]
+    )
+    about = f"{metric.title}, {' / '.join(timed)}. {_about(suite['header'])}"
     hidden = [f"{peer} has no figure at all." for peer in asked if peer not in shown]
     dash = f"{'Every other' if notes else 'Every'} dash is a refusal; reasons are in {name}.json."
     table = "\n".join([about, *notes, *hidden, dash, "", *_table(heading, lines)])
@@ -172,6 +178,8 @@ def _sizes(case: Record, without: str = "") -> str:
         parts.append("causal")
     if case["local_window_size"] is not None:
         parts.append(f"window {tuple(case['local_window_size'])}")
+    if lengths := case["key_value_seq_lengths"]:
+        parts.append(f"lengths {min(lengths)} to {max(lengths)}")
     if case["logits_soft_cap"] is not None:
         parts.append(f"cap {case['logits_soft_cap']:g}")
     return " ".join([*parts, case["dtype"]])
@@ -215,6 +223,7 @@ def rewritten(readme: str, tables: str) -> str:
 _PARTS: Mapping[str, Callable[[Record, Path], str]] = {
     "headline": partial(speeds, name="headline"),
     "models": partial(speeds, name="models"),
+    "decode": partial(speeds, name="decode"),
     "origin": series,
     "memory": memory,
 }

@@ -10,21 +10,27 @@ import numpy as np
 import problems
 import work
 from clock import Ceilings
+from problems import Metric
 from rich import box
 from rich.console import Group
 from rich.table import Table
 
 from pallas_flash.testing import Case
 
-# A figure's name in JSON, its heading and its form in a table. Some headings have two lines, for a
-# terminal may have 80 columns.
-_COLUMNS = (
-    ("ms", "ms", ".4g"),
-    ("iqr_ms", "IQR", ".2g"),
-    ("tflops", "TFLOP\n/s", ".1f"),
-    ("percent_of_matmul", "%\nmatmul", ".1f"),
-    ("percent_of_copy", "%\ncopy", ".1f"),
-)
+
+def _columns(metric: Metric, baselines: Sequence[str]) -> list[tuple[str, str, str]]:
+    """What is shown of a row: its name in JSON, its heading and its form in a table.
+
+    Some headings have two lines, for a terminal may have 80 columns.
+    """
+    return [
+        ("ms", "ms", ".4g"),
+        ("iqr_ms", "IQR", ".2g"),
+        (metric.name, metric.unit.replace("/", "\n/"), f".{metric.digits + 1}f"),
+        ("percent_of_matmul", "%\nmatmul", ".1f"),
+        ("percent_of_copy", "%\ncopy", ".1f"),
+        *((f"times_{other}", f"x\n{other}", ".2f") for other in baselines),
+    ]
 
 
 @dataclass(frozen=True)
@@ -107,9 +113,11 @@ def blank() -> Table:
     return Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
 
 
-def table(title: str, rows: Sequence[Mapping[str, Any]], baselines: Sequence[str]) -> Group:
+def table(
+    title: str, rows: Sequence[Mapping[str, Any]], baselines: Sequence[str], metric: Metric
+) -> Group:
     """One problem's rows, in the order given; below, why some have no figures."""
-    columns = [*_COLUMNS, *((f"times_{other}", f"x\n{other}", ".2f") for other in baselines)]
+    columns = _columns(metric, baselines)
     reasons = [f"{row['peer']}: {row['reason']}" for row in rows if row["reason"]]
     result = blank()
     result.add_column("peer", no_wrap=True)

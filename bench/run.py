@@ -76,7 +76,8 @@ def run_jobs(
                 job.name, job.case, job.with_gradients, rows, job.baselines, ceilings
             )
             title = f"{job.name}, {report.describe(job.case, job.with_gradients)}"
-            console.print(report.table(title, record["rows"], job.baselines))
+            metric = problems.SUITES[job.suite].metric
+            console.print(report.table(title, record["rows"], job.baselines, metric))
             yield job, record
 
 

@@ -3,10 +3,13 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from pallas_flash import autodiff, backends, sharding, validate
+from pallas_flash import autodiff, backends, sharding
 from pallas_flash.spec import AttentionOutput, AttentionSpec, Precision
+from pallas_flash.validate import attention, options
+from pallas_flash.validate import decode as decoding
 
 
 def flash_attention(
@@ -159,6 +162,113 @@ def flash_attention_with_lse(
     return AttentionOutput(out, lse)
 
 
+def flash_decode(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    scale: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    page_table: ArrayLike | None = None,
+    precision: str | Precision | None = None,
+    implementation: str | backends.Backend | None = None,
+) -> jax.Array:
+    """Attention of the newest tokens of each row over all that the row's cache holds.
+
+    What `flash_attention` gives with `is_causal=True, query_offset=lengths - T` and
+    `key_value_seq_lengths=lengths`, at the speed at which the keys and values can be read: they are
+    split over as many programs as fill the GPU ("Flash-Decoding for long-context inference", Dao,
+    Haziza, Massa and Sizov, 2023). Letters are those of `flash_attention`; S is the capacity.
+
+    Without derivatives.
+
+    Args:
+      query: float32, bfloat16 or float16 [B, N, H], or [B, T, N, H] for T tokens a row, 16 at most.
+        The last of a row sits at position lengths - 1, those before it just before; each sees the
+        keys up to its own position.
+      key_cache: of the same dtype, [B, S, K, H], where K divides N. The queries' own keys and
+        values are in the caches already. With a page table [P, page size, K, H].
+      value_cache: of the same dtype, [B, S, K, Hv], or [P, page size, K, Hv].
+      lengths: integers [B], the number of valid positions, new ones included, from 0 to S. What
+        lies past them does not matter, not even NaN. A row whose length exceeds S gives NaN: its
+        newest keys are nowhere. (In an array that is not JAX's it is an error.)
+      scale: factor of the logits, 1 / sqrt(H) by default; a scalar array may be traced.
+      local_window_size: as in `flash_attention`. Blocks of keys before the window are not read.
+      logits_soft_cap: likewise.
+      sinks: likewise.
+      page_table: integers [B, pages per row]: the page that holds a row's positions from 0, from
+        the page size on, and so on; S is pages per row times page size. Entries past a row's length
+        and before its window are not read; a page among the others that does not exist gives NaN.
+      precision: as in `flash_attention`.
+      implementation: likewise.
+
+    Returns:
+      [B, N, Hv] or [B, T, N, Hv], as the query has it, in its dtype. A token that may see nothing,
+      as all do where the length is 0, gives 0.
+
+    Raises:
+      ValueError: an argument is malformed; the message says which, what was expected and what came.
+      NotImplementedError: the implementation cannot run this call; the message has every reason.
+    """
+    out, _ = _decode(
+        query,
+        key_cache,
+        value_cache,
+        lengths,
+        scale=scale,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        page_table=page_table,
+        precision=precision,
+        implementation=implementation,
+        with_lse=False,
+    )
+    return out
+
+
+def flash_decode_with_lse(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    scale: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    logits_soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    page_table: ArrayLike | None = None,
+    precision: str | Precision | None = None,
+    implementation: str | backends.Backend | None = None,
+) -> AttentionOutput:
+    """`flash_decode`, and the log of the softmax's denominator for each row.
+
+    Takes what `flash_decode` takes and raises what it raises.
+
+    Returns:
+      out: [B, N, Hv] or [B, T, N, Hv] in the query's dtype.
+      lse: float32 [B, N] or [B, T, N], as `flash_attention_with_lse` has it.
+    """
+    out, lse = _decode(
+        query,
+        key_cache,
+        value_cache,
+        lengths,
+        scale=scale,
+        local_window_size=local_window_size,
+        logits_soft_cap=logits_soft_cap,
+        sinks=sinks,
+        page_table=page_table,
+        precision=precision,
+        implementation=implementation,
+        with_lse=True,
+    )
+    return AttentionOutput(out, lse)
+
+
 def _attend(
     query: ArrayLike,
     key: ArrayLike,
@@ -181,16 +291,16 @@ def _attend(
     with_lse: bool,
 ) -> tuple[jax.Array, Any]:
     """out, and lse or None where it is not asked for: a kernel must not write what nobody reads."""
-    query, key, value = validate.query_key_value(query, key, value)
-    static_scale, traced_scale = validate.scale(scale, query.shape[-1])
+    query, key, value = attention.query_key_value(query, key, value)
+    static_scale, traced_scale = options.scale(scale, query.shape[-1])
     spec = AttentionSpec(
         scale=static_scale,
-        is_causal=validate.is_causal(is_causal),
-        local_window_size=validate.local_window_size(local_window_size),
-        logits_soft_cap=validate.logits_soft_cap(logits_soft_cap, static_scale),
-        precision=validate.precision(precision),
+        is_causal=options.is_causal(is_causal),
+        local_window_size=options.local_window_size(local_window_size),
+        logits_soft_cap=options.logits_soft_cap(logits_soft_cap, static_scale),
+        precision=options.precision(precision),
     )
-    operands = validate.operands(
+    operands = attention.operands(
         query,
         key,
         value,
@@ -208,3 +318,43 @@ def _attend(
     out, lse = autodiff.attention(backend, spec, with_lse, sharding.vary_alike(operands))
     rows = query.shape[:-1]
     return out.reshape(*rows, value.shape[-1]), None if lse is None else lse.reshape(rows)
+
+
+def _decode(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    lengths: ArrayLike,
+    *,
+    scale: ArrayLike | None,
+    local_window_size: int | tuple[int, int] | None,
+    logits_soft_cap: float | None,
+    sinks: ArrayLike | None,
+    page_table: ArrayLike | None,
+    precision: str | Precision | None,
+    implementation: str | backends.Backend | None,
+    with_lse: bool,
+) -> tuple[jax.Array, Any]:
+    """As `_attend`."""
+    tokens, key_cache, value_cache = decoding.query_and_caches(query, key_cache, value_cache)
+    static_scale, traced_scale = options.scale(scale, tokens.shape[-1])
+    spec = AttentionSpec(
+        scale=static_scale,
+        is_causal=True,
+        local_window_size=options.local_window_size(local_window_size),
+        logits_soft_cap=options.logits_soft_cap(logits_soft_cap, static_scale),
+        precision=options.precision(precision),
+    )
+    operands = decoding.operands(
+        tokens,
+        key_cache,
+        value_cache,
+        lengths,
+        page_table=page_table,
+        scale=traced_scale,
+        sinks=sinks,
+    )
+    backend = backends.select(implementation, spec, operands)
+    out, lse = autodiff.decode(backend, spec, with_lse, sharding.vary_alike(operands))
+    rows = jnp.shape(query)[:-1]
+    return out.reshape(*rows, out.shape[-1]), None if lse is None else lse.reshape(rows)

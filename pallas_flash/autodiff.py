@@ -1,4 +1,4 @@
-"""The gradient of attention: one rule for every backend.
+"""The gradient of attention: one rule for every backend. (And that decoding has none.)
 
 For one query row, with x the logits before the cap, s those after it, and sums over visible keys j:
 
@@ -34,6 +34,7 @@ from pallas_flash import sharding
 from pallas_flash.spec import (
     DIFFERENTIABLE,
     AttentionSpec,
+    DecodeOperands,
     ForwardOutput,
     Operands,
     Residuals,
@@ -53,6 +54,14 @@ class Kernels(Protocol):
     def backward(
         self, spec: AttentionSpec, residuals: Residuals, dout: jax.Array, dlse: jax.Array | None
     ) -> Operands: ...
+
+
+class Decoder(Protocol):
+    """What `decode` needs of one."""
+
+    def decode(
+        self, spec: AttentionSpec, operands: DecodeOperands, *, with_lse: bool
+    ) -> ForwardOutput: ...
 
 
 class Output(NamedTuple):
@@ -122,6 +131,19 @@ def _backward(
     return sharding.automatic(backward, gradients_like)(residuals, cotangents.out, cotangents.lse)
 
 
+# As above: there is no backward, and what XLA would make of a backend's own loops is another one
+# for each backend.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1, 2))
+def decode(
+    decoder: Decoder, spec: AttentionSpec, with_lse: bool, operands: DecodeOperands
+) -> Output:
+    """Decoding by `decoder`, without derivatives; lse is None unless asked for."""
+    run = functools.partial(decoder.decode, spec, with_lse=with_lse)
+    out_like = sharding.forward_like(operands, with_lse, False)
+    result = sharding.automatic(run, out_like)(operands)
+    return Output(result.out, result.lse)
+
+
 def _refuse(*arguments: object):
     raise NotImplementedError(
         "flash_attention offers the first derivative in reverse mode (jax.grad, jax.vjp, "
@@ -130,5 +152,13 @@ def _refuse(*arguments: object):
     )
 
 
+def _refuse_decode(*arguments: object):
+    raise NotImplementedError(
+        "flash_decode offers no derivatives: flash_attention(..., is_causal=True, "
+        "query_offset=lengths - T, key_value_seq_lengths=lengths) is the same with them."
+    )
+
+
 _forward.defjvp(_refuse)
 _backward.defjvp(_refuse)
+decode.defjvp(_refuse_decode)

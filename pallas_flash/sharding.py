@@ -4,15 +4,17 @@ On a mesh with automatic axes there is nothing to do: XLA partitions a backend's
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from pallas_flash.spec import ForwardOutput, Operands
+from pallas_flash.spec import DecodeOperands, ForwardOutput, Operands
+
+Call = TypeVar("Call", Operands, DecodeOperands)
 
 
-def vary_alike(operands: Operands) -> Operands:
+def vary_alike(operands: Call) -> Call:
     """Inside `jax.shard_map`: every operand varying over each mesh axis that one of them does.
 
     JAX then sums the gradient of an operand that was shared over the axes it was shared over.
@@ -60,7 +62,9 @@ def automatic(function: Callable, out_like: Any) -> Callable:
     return jax.sharding.auto_axes(function, out_sharding=specs)
 
 
-def forward_like(operands: Operands, with_lse: bool, with_statistics: bool) -> ForwardOutput:
+def forward_like(
+    operands: Operands | DecodeOperands, with_lse: bool, with_statistics: bool
+) -> ForwardOutput:
     """How the results of a forward are sharded: rows as the query's, features whole."""
     batch, length, heads = jax.typeof(operands.query).sharding.spec[:3]
     rows = (batch, length, heads)

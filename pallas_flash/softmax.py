@@ -108,3 +108,20 @@ def merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
     acc = jnp.sum(weights[..., None] * out.astype(jnp.float32), axis=0)
     merged = finish(SoftmaxState(m, l, acc))
     return merged.out.astype(out.dtype), merged.lse
+
+
+def add_sink(out: jax.Array, lse: jax.Array, sink: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Let a logit that has no value join the denominator of finished attention.
+
+    Args:
+      out: float32 [..., Hv].
+      lse: float32 [...].
+      sink: float32, broadcastable to [...].
+
+    Returns:
+      The same two with it.
+    """
+    m = jnp.maximum(lse, sink)
+    weight, rest = jnp.exp(lse - _shift(m)), jnp.exp(sink - _shift(m))
+    finished = finish(SoftmaxState(m, weight + rest, weight[..., None] * out))
+    return finished.out, finished.lse

@@ -79,6 +79,26 @@ class Operands(NamedTuple):
     sinks: jax.Array | None = None  # float32 [N]
 
 
+class DecodeOperands(NamedTuple):
+    """Every array of a decoding call, in the one form that backends see.
+
+    Query i of a row is at position lengths - T + i, and sees no key past its own position.
+    """
+
+    query: jax.Array  # [B, T, N, H]
+    key: jax.Array  # [B, S, K, H], or with a page table [P, page size, K, H]
+    value: jax.Array  # [B, S, K, Hv], or [P, page size, K, Hv]
+    # int32 [B]: how many positions of a row are valid, its queries' own included. Below 0 is as 0;
+    # a row beyond S gives NaN, out and lse.
+    lengths: jax.Array
+    # int32 [B, pages per row]: the page of the pages' first axis that holds a row's next positions.
+    # What lies past a row's length, or before its window, may be any number; other pages that do
+    # not exist give NaN.
+    page_table: jax.Array | None = None
+    scale: jax.Array | None = None  # float32 []; None: that of `AttentionSpec`
+    sinks: jax.Array | None = None  # float32 [N]
+
+
 # The operands that a gradient is taken in.
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks", "scale")
 
@@ -110,10 +130,12 @@ class Dims:
         return self.query_heads // self.key_heads
 
     @classmethod
-    def of(cls, operands: Operands) -> Self:
+    def of(cls, operands: Operands | DecodeOperands) -> Self:
         """The sizes of operands that have been validated."""
         batch, query_length, query_heads, head_dim = operands.query.shape
         _, key_length, key_heads, value_head_dim = operands.value.shape
+        if isinstance(operands, DecodeOperands) and operands.page_table is not None:
+            key_length *= operands.page_table.shape[1]
         return cls(
             batch, query_length, key_length, query_heads, key_heads, head_dim, value_head_dim
         )

@@ -76,7 +76,7 @@ class Case:
         What the float64 reference can afford. Lengths, positions and windows shrink together.
         """
         factor = math.ceil(max(self.T, self.S, 1) / longest)
-        query_length, key_length = self.T // factor, self.S // factor
+        query_length, key_length = (min(x, max(1, x // factor)) for x in (self.T, self.S))
         window, key_heads = self.local_window_size, min(self.K, 2)
         by_row = ("query_offset", "query_seq_lengths", "key_value_seq_lengths")
         # Rows differ where they have numbers of their own.

@@ -8,7 +8,7 @@ import numpy as np
 
 from pallas_flash import IMPLEMENTATIONS
 from pallas_flash.backends.xla import XlaBackend
-from pallas_flash.validate import FARTHEST
+from pallas_flash.validate.arguments import FARTHEST
 
 
 def zeros(*shape: int, dtype: str = "float32") -> jax.Array:

@@ -9,7 +9,7 @@ from equal_calls import SIZES, assert_close, assert_means, case_of, given_to_bac
 from pallas_flash import flash_attention, flash_attention_with_lse
 from pallas_flash.backends.xla import XlaBackend
 from pallas_flash.testing import Inputs, make_inputs
-from pallas_flash.validate import FARTHEST
+from pallas_flash.validate.arguments import FARTHEST
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from malformed import CALLS, IMPLEMENTATION, NEAR, PAIR_OF_INTS, SHAPES, WINDOW,
 
 from pallas_flash import flash_attention, flash_attention_with_lse
 from pallas_flash.backends.xla import XlaBackend
-from pallas_flash.validate import FARTHEST
+from pallas_flash.validate.arguments import FARTHEST
 
 
 def arrays_of(call: dict[str, object]) -> dict[str, jax.Array]:
@@ -122,6 +122,9 @@ class Refusing:
         raise AssertionError
 
     def backward(self, spec, residuals, dout, dlse):
+        raise AssertionError
+
+    def decode(self, spec, operands, *, with_lse):
         raise AssertionError
 
 

@@ -47,6 +47,7 @@ def test_a_judged_problem_keeps_what_it_is_about(name):
     for kept in ("H", "Hv", "dtype"):
         assert getattr(reduced, kept) == getattr(case, kept)
     assert reduced.N // reduced.K == case.N // case.K
+    assert (reduced.T == 1) == (case.T == 1)
     assert max(reduced.T, reduced.S) <= 1024
     # Odd lengths stay odd.
     assert reduced.S % 16 == 0 or case.S % 16 != 0

@@ -39,3 +39,10 @@ def test_numbers_of_rows_shrink_with_the_lengths():
     assert case.query_offset == (10, -20)
     assert case.key_value_seq_lengths == (50, 2)
     assert Case(B=1, T=8, S=8, key_value_seq_lengths=(3,)).reduced(8).B == 1
+
+
+@pytest.mark.parametrize(("length", "shrunk"), [(0, 0), (1, 1), (3, 1), (9, 2)])
+def test_what_is_short_does_not_shrink_to_nothing(length, shrunk):
+    case = Case(T=length, S=400).reduced(100)
+    lengths = (case.T, case.S)
+    assert lengths == (shrunk, 100)

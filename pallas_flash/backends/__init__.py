@@ -13,7 +13,13 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from pallas_flash.spec import AttentionSpec, ForwardOutput, Operands, Residuals
+from pallas_flash.spec import (
+    AttentionSpec,
+    DecodeOperands,
+    ForwardOutput,
+    Operands,
+    Residuals,
+)
 
 
 @dataclass(frozen=True)
@@ -24,11 +30,13 @@ class Device:
       platform: "cpu", "gpu" or "tpu".
       kind: the maker's name of it, such as "NVIDIA H200".
       compute_capability: of an NVIDIA GPU, such as "9.0"; None elsewhere.
+      multiprocessors: of a GPU, how many it has; None where that is not known.
     """
 
     platform: str
     kind: str
     compute_capability: str | None = None
+    multiprocessors: int | None = None
 
     @classmethod
     def of(cls, x: jax.Array) -> Self:
@@ -48,11 +56,17 @@ class Device:
             # On a mesh of what is here it is but a likeness of it.
             if target is not None and target.device_kind != device.device_kind:
                 triton = importlib.import_module("jax.experimental.pallas.triton")
-                return cls("gpu", target.device_kind, triton.get_gpu_info().arch_name)
+                capability = triton.get_gpu_info().arch_name
+                return cls("gpu", target.device_kind, capability, target.num_cores)
         # An AMD GPU has one too, such as "gfx942".
         capability = getattr(device, "compute_capability", None)
         is_number = capability is not None and re.fullmatch(r"\d+\.\d+", capability)
-        return cls(device.platform, device.device_kind, capability if is_number else None)
+        return cls(
+            device.platform,
+            device.device_kind,
+            capability if is_number else None,
+            getattr(device, "core_count", None),
+        )
 
     def __str__(self) -> str:
         return f"{self.platform} ({self.kind})"
@@ -68,7 +82,7 @@ class Backend(Protocol):
         ...
 
     def unsupported_reasons(
-        self, spec: AttentionSpec, operands: Operands, device: Device
+        self, spec: AttentionSpec, operands: Operands | DecodeOperands, device: Device
     ) -> tuple[str, ...]:
         """Why it cannot run such a call, a sentence each; empty where it can."""
         ...
@@ -85,6 +99,12 @@ class Backend(Protocol):
         """The gradient of every float operand that is not None, in its dtype; None for the rest."""
         ...
 
+    def decode(
+        self, spec: AttentionSpec, operands: DecodeOperands, *, with_lse: bool
+    ) -> ForwardOutput:
+        """Attention of new tokens over a cache, and where asked for its lse; no statistics."""
+        ...
+
 
 # All that JAX 0.10 to 0.12 lowers for a CPU, of the algorithms that sum in float32.
 _CPU_ALGORITHMS = (
@@ -96,7 +116,9 @@ _CPU_ALGORITHMS = (
 )
 
 
-def missing_product(spec: AttentionSpec, operands: Operands, device: Device) -> tuple[str, ...]:
+def missing_product(
+    spec: AttentionSpec, operands: Operands | DecodeOperands, device: Device
+) -> tuple[str, ...]:
     """A reason not to run where XLA has no product of the precision asked for; else empty."""
     precision = spec.precision
     is_known = (
@@ -127,7 +149,9 @@ def load(name: str) -> Backend:
 
 
 def select(
-    implementation: str | Backend | None, spec: AttentionSpec, operands: Operands
+    implementation: str | Backend | None,
+    spec: AttentionSpec,
+    operands: Operands | DecodeOperands,
 ) -> Backend:
     """The backend that runs the call: the one named, or else the first candidate that can.
 
@@ -158,13 +182,13 @@ def select(
 
 
 def unsupported_reasons(
-    backend: Backend, spec: AttentionSpec, operands: Operands
+    backend: Backend, spec: AttentionSpec, operands: Operands | DecodeOperands
 ) -> tuple[str, ...]:
     """Why the backend cannot run the call where its query is; empty where it can."""
     return backend.unsupported_reasons(spec, operands, Device.of(operands.query))
 
 
-def _described(spec: AttentionSpec, operands: Operands) -> str:
+def _described(spec: AttentionSpec, operands: Operands | DecodeOperands) -> str:
     """A call by its arrays, its options where not default, and its device."""
     arrays = [
         f"{name} {x.dtype}{list(x.shape)}"

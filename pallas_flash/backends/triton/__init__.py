@@ -8,9 +8,17 @@ import jax
 
 from pallas_flash.backends import Device, missing_product
 from pallas_flash.backends.triton import config
-from pallas_flash.spec import AttentionSpec, Dims, ForwardOutput, Operands, Residuals
+from pallas_flash.backends.triton.decode_config import DecodeConfig, pick_decode
+from pallas_flash.spec import (
+    AttentionSpec,
+    DecodeOperands,
+    Dims,
+    ForwardOutput,
+    Operands,
+    Residuals,
+)
 
-# What no kernel here reads yet, by the names that a caller gives them.
+# What the kernels of attention do not read yet, by the names that a caller gives them.
 _UNREAD = {
     "bias": "a bias",
     "mask": "a mask array",
@@ -25,18 +33,20 @@ class TritonBackend:
 
     Attributes:
       interpret: run the kernels in Pallas's interpreter, on any platform.
-      configs: of the kernels; None picks them for each call.
+      configs: of the kernels of attention; None picks them for each call.
+      decode_config: of those that decode, likewise.
     """
 
     interpret: bool = False
     configs: config.Configs | None = None
+    decode_config: DecodeConfig | None = None
 
     @property
     def name(self) -> str:
         return "interpret" if self.interpret else "triton"
 
     def unsupported_reasons(
-        self, spec: AttentionSpec, operands: Operands, device: Device
+        self, spec: AttentionSpec, operands: Operands | DecodeOperands, device: Device
     ) -> tuple[str, ...]:
         """Why this backend cannot run the call."""
         reasons = []
@@ -51,7 +61,7 @@ class TritonBackend:
         reasons.extend(
             f"the kernels do not read {what} yet"
             for name, what in _UNREAD.items()
-            if getattr(operands, name) is not None
+            if isinstance(operands, Operands) and getattr(operands, name) is not None
         )
         dims = Dims.of(operands)
         dtype = operands.query.dtype
@@ -81,6 +91,18 @@ class TritonBackend:
         kernels = importlib.import_module("pallas_flash.backends.triton.backward")
         configs = self._configs(spec, residuals.operands)
         return kernels.backward(spec, configs, self.interpret, residuals, dout, dlse)
+
+    def decode(
+        self, spec: AttentionSpec, operands: DecodeOperands, *, with_lse: bool
+    ) -> ForwardOutput:
+        """Attention of new tokens over a cache, and where asked for its lse."""
+        kernels = importlib.import_module("pallas_flash.backends.triton.decode")
+        cut = self.decode_config
+        if cut is None:
+            multiprocessors = Device.of(operands.query).multiprocessors
+            dims, dtype = Dims.of(operands), operands.query.dtype
+            cut = pick_decode(spec, dims, dtype, multiprocessors)
+        return kernels.decode(spec, cut, self.interpret, with_lse, operands)
 
     def _configs(self, spec: AttentionSpec, operands: Operands) -> config.Configs:
         if self.configs is not None:

@@ -253,7 +253,8 @@ def backward(
             name=f"flash_attention_{name}_gradient",
             programs=dims.batch * programs,
             outputs=outputs,
-            config=config,
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
             interpret=interpret,
             like=operands.query,
         )(operands, rows, has_m)

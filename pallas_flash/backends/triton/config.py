@@ -66,8 +66,8 @@ class Config:
     def fitted(self, query_length: int, key_length: int) -> "Config":
         """With blocks no larger than short lengths need."""
         return Config(
-            min(self.block_q, max(SMALLEST, _power_of_two(query_length))),
-            min(self.block_k, max(SMALLEST, _power_of_two(key_length))),
+            min(self.block_q, max(SMALLEST, power_of_two(query_length))),
+            min(self.block_k, max(SMALLEST, power_of_two(key_length))),
             self.num_warps,
             self.num_stages,
         )
@@ -330,7 +330,7 @@ def pieces(head_dim: int) -> tuple[tuple[int, int], ...]:
         return ((0, SMALLEST),)
     if rest == 0:
         return ((0, whole),)
-    width = max(SMALLEST, _power_of_two(rest))
+    width = max(SMALLEST, power_of_two(rest))
     return ((0, 2 * whole),) if width == whole else ((0, whole), (whole, width))
 
 
@@ -339,6 +339,6 @@ def widths(head_dim: int) -> tuple[int, ...]:
     return tuple(width for _, width in pieces(head_dim))
 
 
-def _power_of_two(length: int) -> int:
+def power_of_two(length: int) -> int:
     """The least that is not below."""
     return 1 << max(0, length - 1).bit_length()

@@ -76,7 +76,7 @@ def _kernel(
     # A key that every row sees: there is one where there is a full block.
     has_full = stretch.full_first < stretch.full_last
     column = jnp.minimum(stretch.full_first * config.block_k, dims.key_length - 1)
-    product = row.dot_row(q, memory.read_row(refs.key, row.batch, column, key_head))
+    product = row.dot_row(q, memory.read(refs.key, row.batch, column, key_head, None))
     guess = row.tile(product, rows, column, is_full=True).score * row.factor
     # Where a guess is too large it is known to be wrong by now. But ends that hang on data make the
     # compiler take a loop for one that threads leave one by one, and it is a third slower.
@@ -124,7 +124,8 @@ def forward(
         name="flash_attention_forward",
         programs=dims.batch * dims.query_heads * config.query_blocks(dims),
         outputs=[x for x, _ in outputs.values()],
-        config=config,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
         interpret=interpret,
         like=operands.query,
     )(operands)

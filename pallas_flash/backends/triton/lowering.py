@@ -10,8 +10,6 @@ from jax import lax
 from jax.experimental import pallas
 from jax.experimental.pallas import triton
 
-from pallas_flash.backends.triton.config import Config
-
 # JAX means users to move to another lowering. It is this package that will have to, not its users.
 warnings.filterwarnings(
     "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
@@ -130,7 +128,8 @@ def launch(
     name: str,
     programs: int,
     outputs: Any,
-    config: Config,
+    num_warps: int,
+    num_stages: int,
     interpret: bool,
     like: jax.Array,
 ) -> Callable[..., Any]:
@@ -146,7 +145,8 @@ def launch(
       name: of the kernel, in profiles and jaxprs.
       programs: how many there are, > 0.
       outputs: a pytree of `jax.ShapeDtypeStruct`.
-      config: warps and stages.
+      num_warps: as in `Config`.
+      num_stages: likewise.
       interpret: run in Pallas's interpreter.
       like: an argument. Inside `jax.shard_map` outputs vary over the mesh axes that it varies over.
     """
@@ -159,9 +159,7 @@ def launch(
         grid=(programs,),
         out_shape=outputs,
         # Without them JAX 0.11 lowers to Mosaic.
-        compiler_params=triton.CompilerParams(
-            num_warps=config.num_warps, num_stages=config.num_stages
-        ),
+        compiler_params=triton.CompilerParams(num_warps=num_warps, num_stages=num_stages),
         interpret=interpret,
         name=name,
     )

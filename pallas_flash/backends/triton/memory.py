@@ -1,4 +1,4 @@
-"""How a program reads and writes rows of one head, whose head dim comes in pieces."""
+"""How a program reads and writes rows of heads, whose head dim comes in pieces."""
 
 from typing import Any
 
@@ -12,13 +12,14 @@ from pallas_flash.backends.triton.config import pieces
 def read(
     ref: Any, batch: jax.Array, rows: jax.Array, head: jax.Array, exists: jax.Array | None
 ) -> tuple[jax.Array, ...]:
-    """Rows of one head of [B, length, heads, head dim], in pieces of [rows, width].
+    """Rows of [B, length, heads, head dim], in pieces of [..., width].
 
     Args:
       ref: what is read.
-      batch: which batch row, int32 [].
-      rows: which rows, int32 [rows].
-      head: which head, int32 [].
+      batch: their batch rows, int32 [] or [rows]. This and the next two broadcast to the [...] of
+        the pieces, [rows] or, for one row, [].
+      rows: where they are along the length, likewise.
+      head: their heads, likewise.
       exists: which of the rows there are, bool [rows]; the others come as 0. None: all.
     """
 
@@ -27,19 +28,6 @@ def read(
         if mask is None:
             return lowering.load(ref.at[index])
         return lowering.load(ref.at[index], mask=mask, other=0.0)
-
-    return tuple(piece(start, width) for start, width in pieces(ref.shape[3]))
-
-
-def read_row(ref: Any, batch: jax.Array, row: jax.Array, head: jax.Array) -> tuple[jax.Array, ...]:
-    """One row, which exists, in pieces of [width]."""
-
-    def piece(start: int, width: int) -> jax.Array:
-        columns = start + jnp.arange(width, dtype=jnp.int32)
-        where = ref.at[batch, row, head, columns]
-        if start + width <= ref.shape[3]:
-            return lowering.load(where)
-        return lowering.load(where, mask=columns < ref.shape[3], other=0.0)
 
     return tuple(piece(start, width) for start, width in pieces(ref.shape[3]))
 
@@ -69,10 +57,14 @@ def _index(
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """Where a piece lies, and a mask of what there is of it; None where it is all there."""
     columns = start + jnp.arange(width, dtype=jnp.int32)
+    rows_shape = jnp.broadcast_shapes(*(jnp.shape(x) for x in (batch, rows, head)))
+    place = tuple(x[:, None] if jnp.ndim(x) else x for x in (batch, rows, head))
     mask = None
     if exists is not None:
-        mask = jnp.broadcast_to(exists[:, None], (rows.shape[0], width))
+        mask = jnp.broadcast_to(exists[:, None], (*rows_shape, width))
+    if rows_shape:
+        columns = columns[None, :]
     if start + width > ref.shape[3]:
-        is_column = jnp.broadcast_to((columns < ref.shape[3])[None, :], (rows.shape[0], width))
+        is_column = jnp.broadcast_to(columns < ref.shape[3], (*rows_shape, width))
         mask = is_column if mask is None else mask & is_column
-    return (batch, rows[:, None], head, columns[None, :]), mask
+    return (*place, columns), mask

@@ -18,7 +18,7 @@ from pallas_flash import masks
 from pallas_flash.backends.triton import lowering
 from pallas_flash.backends.triton.config import Config
 from pallas_flash.backends.triton.softmax import LOG2_E
-from pallas_flash.spec import AttentionSpec, Dims, Operands
+from pallas_flash.spec import AttentionSpec, DecodeOperands, Dims, Operands
 
 _LEAST_NORMAL = float(jnp.finfo(jnp.float32).tiny)
 _LARGEST_FACTOR = float(jnp.finfo(jnp.float32).max) / 2
@@ -100,6 +100,23 @@ class BatchRow:
             query_length=length(refs.query_seq_lengths, dims.query_length),
             key_length=length(refs.key_value_seq_lengths, dims.key_length),
             scale=spec.scale if refs.scale is None else refs.scale[...],
+        )
+
+    @classmethod
+    def decoding(cls, kernel: Kernel, refs: DecodeOperands, batch: jax.Array) -> Self:
+        """Likewise of a decoding call. The last query sits where the row's keys end."""
+        dims = kernel.dims
+        length = jnp.minimum(jnp.maximum(refs.lengths[batch], 0), dims.key_length)
+        return cls(
+            kernel=kernel,
+            has_16_bits=refs.query.dtype != jnp.float32,
+            has_query_lengths=False,
+            has_key_lengths=True,
+            batch=batch,
+            query_offset=length - dims.query_length,
+            query_length=dims.query_length,
+            key_length=length,
+            scale=kernel.spec.scale if refs.scale is None else refs.scale[...],
         )
 
     @property

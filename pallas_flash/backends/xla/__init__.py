@@ -6,8 +6,15 @@ import jax
 
 from pallas_flash.backends import Device, missing_product
 from pallas_flash.backends.xla.backward import backward
+from pallas_flash.backends.xla.decode import decode
 from pallas_flash.backends.xla.forward import forward
-from pallas_flash.spec import AttentionSpec, ForwardOutput, Operands, Residuals
+from pallas_flash.spec import (
+    AttentionSpec,
+    DecodeOperands,
+    ForwardOutput,
+    Operands,
+    Residuals,
+)
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,7 @@ class XlaBackend:
         return "xla"
 
     def unsupported_reasons(
-        self, spec: AttentionSpec, operands: Operands, device: Device
+        self, spec: AttentionSpec, operands: Operands | DecodeOperands, device: Device
     ) -> tuple[str, ...]:
         """Why this backend cannot run the call."""
         return missing_product(spec, operands, device)
@@ -53,3 +60,10 @@ class XlaBackend:
     ) -> Operands:
         """The gradient of each float operand; None for the others."""
         return backward(spec, (self.block_q, self.block_k), residuals, dout, dlse)
+
+    def decode(
+        self, spec: AttentionSpec, operands: DecodeOperands, *, with_lse: bool
+    ) -> ForwardOutput:
+        """Attention of new tokens over a cache, and where asked for its lse."""
+        result = decode(spec, (self.block_q, self.block_k), operands)
+        return result if with_lse else result._replace(lse=None)

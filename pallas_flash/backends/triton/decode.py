@@ -1,0 +1,197 @@
+"""Flash decoding: few queries against a long cache, its keys split over programs.
+
+A tile's rows are the query heads that share a key head, of all new tokens, so that each key and
+value is read once. That leaves too few tiles to fill a GPU, so each is the work of several
+programs with a part of the keys each ("Flash-Decoding for long-context inference", Dao, Haziza,
+Massa and Sizov, 2023), and a second kernel merges what they found.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_flash import masks
+from pallas_flash import softmax as natural
+from pallas_flash.backends.triton import lowering, memory, softmax, tile
+from pallas_flash.backends.triton.config import widths
+from pallas_flash.backends.triton.decode_config import DecodeConfig
+from pallas_flash.spec import AttentionSpec, DecodeOperands, Dims, ForwardOutput
+
+
+class _Keys(NamedTuple):
+    """Where the keys of a block lie in the cache."""
+
+    batch: jax.Array  # int32 [] or [block_k], along the cache's first axis: batch row or page
+    rows: jax.Array  # int32 [block_k], along its second
+    exists: jax.Array  # bool [block_k]
+    has_page: jax.Array | None  # bool [] or [1, block_k]; None without pages
+
+
+def _locate(row: tile.BatchRow, refs: Any, block: jax.Array) -> _Keys:
+    block_k = row.kernel.config.block_k
+    first = block * block_k
+    columns = first + jnp.arange(block_k, dtype=jnp.int32)
+    exists = columns < row.key_length
+    left = row.kernel.spec.left
+    if left is not None:
+        # Pages before a window may have been given to others.
+        exists &= columns >= row.query_offset - left
+    if refs.page_table is None:
+        return _Keys(row.batch, columns, exists, None)
+    pages, page_size = refs.key.shape[:2]
+    if page_size % block_k == 0:
+        # A block that is needed holds a key that exists.
+        which = lax.div(first, jnp.int32(page_size))
+        page = refs.page_table[row.batch, which]
+        has_page = (page >= 0) & (page < pages)
+        rows = columns - which * page_size
+        return _Keys(jnp.where(has_page, page, 0), rows, exists, has_page)
+    which = lax.div(columns, jnp.int32(page_size))
+    page = lowering.load(refs.page_table.at[row.batch, which], mask=exists, other=0)
+    has_page = (page >= 0) & (page < pages)
+    rows = columns - which * page_size
+    return _Keys(jnp.where(has_page, page, 0), rows, exists, has_page[None, :])
+
+
+def _stretch(row: tile.BatchRow) -> masks.Stretch:
+    """The key blocks that a batch row needs."""
+    last = row.key_length - 1
+    block_k = row.kernel.config.block_k
+    return masks.key_blocks(row.kernel.spec, row.query_offset, last, row.key_length, block_k)
+
+
+def _kernel(
+    kernel: tile.Kernel, cut: DecodeConfig, refs: DecodeOperands, out_ref: Any, *lse_ref: Any
+) -> None:
+    """Rows of a tile over one part of the keys; where that is all of them, the result."""
+    dims, spec, config = kernel.dims, kernel.spec, kernel.config
+    tile_index, key_head, part, batch = lowering.program(
+        cut.tiles(dims), dims.key_heads, cut.splits
+    )
+    row = tile.BatchRow.decoding(kernel, refs, batch)
+    stretch = _stretch(row).part(part, cut.blocks_of_part(spec, dims))
+    index = tile_index * config.block_q + jnp.arange(config.block_q, dtype=jnp.int32)
+    token = lax.div(index, jnp.int32(dims.group))
+    head = key_head * dims.group + index - token * dims.group
+    exists = index < dims.query_length * dims.group
+    q = row.signed(memory.read(refs.query, batch, token, head, exists))
+
+    def key_block(block: jax.Array, state: softmax.SoftmaxState) -> softmax.SoftmaxState:
+        keys = _locate(row, refs, block)
+        where = (keys.batch, keys.rows, key_head, keys.exists)
+        columns = block * config.block_k + jnp.arange(config.block_k, dtype=jnp.int32)
+        product = row.dot(q, memory.read(refs.key, *where))
+        if keys.has_page is not None:
+            product = jnp.where(keys.has_page, product, jnp.nan)
+        score = row.tile(product, token[:, None], columns[None, :], is_full=False).score
+
+        def weigh(p: jax.Array) -> tuple[jax.Array, ...]:
+            return row.weigh(p, memory.read(refs.value, *where))
+
+        return softmax.update(state, score, row.factor, row.exp2, weigh)
+
+    state = softmax.init(config.block_q, widths(dims.value_head_dim))
+    state = lax.fori_loop(stretch.first, stretch.last, key_block, state)
+    found = softmax.finish(state, row.factor, row.offset, None, keeps_m=True)
+    if cut.splits == 1:
+        _write(refs, row, token, head, exists, found.out, found.lse, out_ref, *lse_ref)
+        return
+    # What nobody will read is not written.
+    is_stored = exists & (stretch.first < stretch.last)
+    place = token * dims.query_heads + head
+    memory.write(out_ref, batch, part, place, is_stored, found.out)
+    lowering.store(lse_ref[0].at[batch, part, place], found.lse, mask=is_stored)
+
+
+def _merge_kernel(
+    kernel: tile.Kernel,
+    cut: DecodeConfig,
+    refs: DecodeOperands,
+    part_out_ref: Any,
+    part_lse_ref: Any,
+    out_ref: Any,
+    *lse_ref: Any,
+) -> None:
+    """One query head of one token, from all parts of the keys."""
+    dims = kernel.dims
+    head, token, batch = lowering.program(dims.query_heads, dims.query_length)
+    row = tile.BatchRow.decoding(kernel, refs, batch)
+    stretch = _stretch(row)
+    blocks = cut.blocks_of_part(kernel.spec, dims)
+    parts = lax.div(stretch.last - stretch.first + (blocks - 1), jnp.int32(blocks))
+    part = jnp.arange(cut.padded_splits, dtype=jnp.int32)
+    exists = part < parts
+    place = token * dims.query_heads + head
+    lse = lowering.load(part_lse_ref.at[batch, part, place], mask=exists, other=-jnp.inf)
+    merged = [natural.merge(x, lse) for x in memory.read(part_out_ref, batch, part, place, exists)]
+    out = tuple(x for x, _ in merged)
+    _write(refs, row, token, head, None, out, merged[0][1], out_ref, *lse_ref)
+
+
+def _write(
+    refs: Any,
+    row: tile.BatchRow,
+    token: jax.Array,
+    head: jax.Array,
+    exists: jax.Array | None,
+    out: tuple[jax.Array, ...],
+    lse: jax.Array,
+    out_ref: Any,
+    *lse_ref: Any,
+) -> None:
+    """The result of rows, with their sinks; NaN where the cache is shorter than the row."""
+    if refs.sinks is not None:
+        sink = lowering.load(refs.sinks.at[head])
+        out = tuple(natural.add_sink(x, lse, sink)[0] for x in out)
+        lse = natural.add_sink(lse[..., None], lse, sink)[1]
+    is_beyond = refs.lengths[row.batch] > row.kernel.dims.key_length
+    out = tuple(jnp.where(is_beyond, jnp.nan, x) for x in out)
+    memory.write(out_ref, row.batch, token, head, exists, out)
+    for ref in lse_ref:
+        lse = jnp.where(is_beyond, jnp.nan, lse)
+        lowering.store(ref.at[row.batch, token, head], lse, mask=exists)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def decode(
+    spec: AttentionSpec,
+    cut: DecodeConfig,
+    interpret: bool,
+    with_lse: bool,
+    operands: DecodeOperands,
+) -> ForwardOutput:
+    """Attention of few queries, and its lse where asked for."""
+    dims = Dims.of(operands)
+    rows = (dims.batch, dims.query_length, dims.query_heads)
+    out = jax.ShapeDtypeStruct((*rows, dims.value_head_dim), operands.query.dtype)
+    lse = jax.ShapeDtypeStruct(rows, jnp.float32)
+    outputs = [out, lse] if with_lse else [out]
+    kernel = tile.Kernel(spec, dims, cut.tile, interpret, is_forward=True, gives_lse=True)
+    launch = functools.partial(lowering.launch, interpret=interpret, like=operands.query)
+
+    places = (dims.batch, cut.splits, dims.query_length * dims.query_heads)
+    partial_outputs = [
+        jax.ShapeDtypeStruct((*places, dims.value_head_dim), jnp.float32),
+        jax.ShapeDtypeStruct(places, jnp.float32),
+    ]
+    found = launch(
+        functools.partial(_kernel, kernel, cut),
+        name="flash_decode",
+        programs=dims.batch * dims.key_heads * cut.tiles(dims) * cut.splits,
+        outputs=outputs if cut.splits == 1 else partial_outputs,
+        num_warps=cut.tile.num_warps,
+        num_stages=cut.tile.num_stages,
+    )(operands)
+    if cut.splits > 1:
+        found = launch(
+            functools.partial(_merge_kernel, kernel, cut),
+            name="flash_decode_merge",
+            programs=dims.batch * dims.query_length * dims.query_heads,
+            outputs=outputs,
+            num_warps=1,
+            num_stages=1,
+        )(operands, *found)
+    return ForwardOutput(*found)

@@ -1,0 +1,118 @@
+"""How decoding is cut into tiles and split over programs, and what is picked for a call.
+
+What is best was measured on an H200 only; every pick fits the smallest shared memory that a card of
+compute capability 8.0 or later has, which a test holds.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from pallas_flash.backends.triton.config import (
+    SMALLEST,
+    Config,
+    Products,
+    power_of_two,
+    widths,
+)
+from pallas_flash.spec import AttentionSpec, Dims
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """Of the kernel that decodes.
+
+    Attributes:
+      tile: its tiles. Their rows are pairs of a new token and a query head of one group.
+      splits: into how many parts, each the work of a program, the keys are split; 1 to 1024.
+    """
+
+    tile: Config
+    splits: int
+
+    def __post_init__(self) -> None:
+        if type(self.splits) is not int or not 1 <= self.splits <= 1024:
+            raise ValueError(f"splits: expected an int, 1 to 1024, got {self.splits!r}")
+
+    def tiles(self, dims: Dims) -> int:
+        """How many there are for one key head of one batch row."""
+        return -(-dims.query_length * dims.group // self.tile.block_q)
+
+    def blocks_of_part(self, spec: AttentionSpec, dims: Dims) -> int:
+        """How many key blocks a part has, of those that a window may reach."""
+        blocks = self.tile.key_blocks(dims)
+        if spec.left is not None:
+            # Where they begin in the middle of a block, they reach into one more.
+            reached = -(-(spec.left + dims.query_length) // self.tile.block_k) + 1
+            blocks = min(blocks, reached)
+        return max(1, -(-blocks // self.splits))
+
+    @property
+    def padded_splits(self) -> int:
+        """The least power of two that is not below: of a side of an array in a kernel."""
+        return power_of_two(self.splits)
+
+
+# What a GPU is taken to have of multiprocessors where nobody can tell.
+_MULTIPROCESSORS = 128
+
+# What a block of keys and values takes, for its loads to be in flight long enough.
+_BLOCK_BYTES = 2**15
+
+# What queries of a tile may take, for them and three blocks to fit in any card's shared memory.
+_QUERY_BYTES = 2**14
+
+# Parts of fewer keys cost more to merge than they gain where programs are many.
+_LONG_PART = 1024
+
+
+def pick_decode(
+    spec: AttentionSpec, dims: Dims, dtype: jnp.dtype, multiprocessors: int | None
+) -> DecodeConfig:
+    """The config for a call.
+
+    Args:
+      spec: its static half.
+      dims: its sizes.
+      dtype: of query, key and value.
+      multiprocessors: how many the device has; None where that is not known.
+    """
+    tile = _tile(spec, dims, dtype)
+    unsplit = DecodeConfig(tile, 1)
+    blocks = unsplit.blocks_of_part(spec, dims)
+    tiles = max(1, dims.batch * dims.key_heads * unsplit.tiles(dims))
+    multiprocessors = multiprocessors or _MULTIPROCESSORS
+    # With 512 bytes a key, two programs of a multiprocessor read as fast as it can. Up to so many
+    # they all begin at once: with 128 tiles of 8192 keys two parts are 5 to 10 % faster than four
+    # or eight, and with 8 of 32768 keys 32 parts are 3 to 14 % faster than 16 or 64. Exact float32
+    # products take longer than the keys they are of.
+    is_small = _row_bytes(dims, dtype) <= 256
+    is_exact = Products.of(dtype, spec.precision) is Products.EXACT
+    at_once = (4 if is_small or is_exact else 2) * multiprocessors
+    if tiles <= at_once:
+        splits = min(at_once // tiles, -(-blocks // 2))
+    else:
+        # Then they should be so many that it does not matter how few the last are: 512 tiles of
+        # 4096 keys take 8 % longer whole than in four parts, and as much when lengths differ.
+        splits = min(16 * multiprocessors // tiles, blocks * tile.block_k // _LONG_PART)
+    splits = max(1, splits)
+    return DecodeConfig(tile, -(-blocks // -(-blocks // splits)))
+
+
+def _tile(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> Config:
+    """Of up to 27 tiles of other sizes, warps and stages the best or within 3 % of it, in each of
+    26 problems; with exact products within 11 % in each of two.
+    """
+    width = power_of_two(max(sum(widths(dims.head_dim)), sum(widths(dims.value_head_dim))))
+    block_k = _BLOCK_BYTES // power_of_two(_row_bytes(dims, dtype))
+    block_k = max(SMALLEST, min(block_k, 64))
+    if Products.of(dtype, spec.precision) is Products.EXACT:
+        return Config(SMALLEST, min(block_k, 32), 2, 2)
+    rows = power_of_two(dims.query_length * dims.group)
+    block_q = max(SMALLEST, min(rows, _QUERY_BYTES // (width * jnp.dtype(dtype).itemsize), 64))
+    return Config(block_q, block_k, 2 if block_q * width <= 32 * 128 else 4, 3)
+
+
+def _row_bytes(dims: Dims, dtype: jnp.dtype) -> int:
+    """What a key and its value take."""
+    return (dims.head_dim + dims.value_head_dim) * jnp.dtype(dtype).itemsize

@@ -1,0 +1,322 @@
+"""Key/value caches for decoding: contiguous, one stretch for each row, or over pages.
+
+Letters as in `spec`; P is the number of pages in a pool. Both caches are immutable pytrees with the
+same verbs, and either serves attention over key, value, lengths and page_table.
+
+What a row's length does not cover means nothing, so a decoder that guessed ahead takes back the
+tokens that were rejected by `dataclasses.replace(cache, lengths=...)`.
+
+Inside `jax.jit`, with the cache donated, `append` writes in place; lengths and pages are not known
+there, and what does not fit is dropped. Outside, each verb copies the cache, and waits for lengths
+and pages to refuse what does not fit.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from pallas_flash import sharding
+from pallas_flash.validate import arguments
+from pallas_flash.validate import cache as validate
+from pallas_flash.validate.cache import Pair
+
+# The least and the most positions in a page.
+_PAGE_SIZES = (16, 256)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KVCache:
+    """Keys and values of each row in one stretch.
+
+    Attributes:
+      key: float32, bfloat16 or float16 [B, S, K, H].
+      value: of the same dtype, [B, S, K, Hv].
+      lengths: int32 [B], how many positions of each row are valid.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    lengths: jax.Array
+
+    @property
+    def page_table(self) -> None:
+        """There is none; so that the same code reads a `PagedKVCache`."""
+        return None
+
+    @property
+    def capacity(self) -> int:
+        """S, how many positions a row has room for."""
+        return self.key.shape[1]
+
+    @classmethod
+    def empty(
+        cls,
+        batch: int,
+        capacity: int,
+        heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        *,
+        value_head_dim: int | None = None,
+    ) -> Self:
+        """A cache that holds nothing.
+
+        Args:
+          batch: B.
+          capacity: S, how many positions each row has room for.
+          heads: K.
+          head_dim: H.
+          dtype: float32, bfloat16 or float16.
+          value_head_dim: Hv, H by default.
+
+        Raises:
+          ValueError: a size is not an int above zero, or the dtype is another.
+        """
+        rows = (validate.size("batch", batch), validate.size("capacity", capacity))
+        key, value = _zeros(rows, heads, head_dim, value_head_dim, dtype)
+        return cls(key, value, jnp.zeros(batch, jnp.int32))
+
+    @classmethod
+    def from_prefill(
+        cls, key: ArrayLike, value: ArrayLike, lengths: ArrayLike, *, capacity: int
+    ) -> Self:
+        """A cache of what a prefill gave, with room for more.
+
+        Args:
+          key: float32, bfloat16 or float16 [B, T, K, H], each row padded on its right.
+          value: of the same dtype, [B, T, K, Hv].
+          lengths: integers [B], how many of the T positions are no padding.
+          capacity: S, at least T.
+
+        Returns:
+          A cache with position i of the prefill at i, padding included.
+
+        Raises:
+          ValueError: an argument is malformed, T exceeds the capacity, or, outside `jax.jit`, a
+            length is not within 0 and T.
+        """
+        key, value = validate.key_value(key, value)
+        batch, length = key.shape[:2]
+        lengths = arguments.int32("lengths", lengths, (batch,))
+        validate.require_capacity(key, capacity)
+        validate.require_lengths("lengths", lengths, length)
+        room = ((0, 0), (0, capacity - length), (0, 0), (0, 0))
+        return cls(jnp.pad(key, room), jnp.pad(value, room), lengths)
+
+    def append(self, key: ArrayLike, value: ArrayLike) -> Self:
+        """The cache with T more positions in every row, after those that the row has.
+
+        Inside `jax.jit` what does not fit is dropped. The lengths grow all the same, beyond the
+        capacity, which tells; `flash_decode` gives NaN for such a row.
+
+        Args:
+          key: of the cache's dtype, [B, T, K, H], or [B, K, H] for one position.
+          value: of the cache's dtype, [B, T, K, Hv] or [B, K, Hv].
+
+        Raises:
+          ValueError: an argument is malformed, or, outside `jax.jit`, does not fit.
+        """
+        return _append(self, key, value)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PagedKVCache:
+    """Keys and values in pages of a pool: position p of row b is in page
+    page_table[b, p // page size], there at p % page size.
+
+    Which page is whose is the affair of an allocator outside, which hands out another by
+    `dataclasses.replace(cache, page_table=...)`. No two rows may write to one page.
+
+    Attributes:
+      key: float32, bfloat16 or float16 [P, page size, K, H].
+      value: of the same dtype, [P, page size, K, Hv].
+      lengths: int32 [B], how many positions of each row are valid.
+      page_table: int32 [B, pages per row]. Where no page is needed yet, anything, by custom -1.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    lengths: jax.Array
+    page_table: jax.Array
+
+    @property
+    def capacity(self) -> int:
+        """How many positions a row has room for, once it has all its pages."""
+        return self.page_table.shape[1] * self.key.shape[1]
+
+    @classmethod
+    def empty(
+        cls,
+        page_table: ArrayLike,
+        pages: int,
+        page_size: int,
+        heads: int,
+        head_dim: int,
+        dtype: DTypeLike,
+        *,
+        value_head_dim: int | None = None,
+    ) -> Self:
+        """A cache that holds nothing.
+
+        Args:
+          page_table: integers [B, pages per row].
+          pages: P.
+          page_size: positions in a page, 16 to 256.
+          heads: K.
+          head_dim: H.
+          dtype: float32, bfloat16 or float16.
+          value_head_dim: Hv, H by default.
+
+        Raises:
+          ValueError: a size is not an int within its bounds, the dtype is another, or the page
+            table is malformed.
+        """
+        page_table = arguments.int32("page_table", page_table, (None, None))
+        rows = (validate.size("pages", pages), validate.size("page_size", page_size, *_PAGE_SIZES))
+        key, value = _zeros(rows, heads, head_dim, value_head_dim, dtype)
+        return cls(key, value, jnp.zeros(page_table.shape[0], jnp.int32), page_table)
+
+    @classmethod
+    def from_prefill(
+        cls,
+        key: ArrayLike,
+        value: ArrayLike,
+        lengths: ArrayLike,
+        *,
+        page_table: ArrayLike,
+        pages: int,
+        page_size: int,
+    ) -> Self:
+        """A cache of what a prefill gave.
+
+        Args:
+          key: float32, bfloat16 or float16 [B, T, K, H], each row padded on its right.
+          value: of the same dtype, [B, T, K, Hv].
+          lengths: integers [B], how many of the T positions are no padding.
+          page_table: integers [B, pages per row].
+          pages: P.
+          page_size: positions in a page, 16 to 256.
+
+        Returns:
+          A cache with position i of the prefill at i, where i is before the row's length. Nothing
+          else is written, so padding needs no pages.
+
+        Raises:
+          ValueError: an argument is malformed, or, outside `jax.jit`, a length is not within 0, T
+            and the capacity, or a position before it has no page.
+        """
+        key, value = validate.key_value(key, value)
+        batch, length = key.shape[:2]
+        lengths = arguments.int32("lengths", lengths, (batch,))
+        page_table = arguments.int32("page_table", page_table, (batch, None))
+        rows = (validate.size("pages", pages), validate.size("page_size", page_size, *_PAGE_SIZES))
+        validate.require_lengths("lengths", lengths, min(length, page_table.shape[1] * page_size))
+        starts = jnp.zeros_like(lengths)
+        validate.require_pages("page_table", page_table, starts, lengths, *rows)
+
+        def write(new: Pair, *where: jax.Array) -> Pair:
+            into = jax.tree.map(lambda x: jnp.zeros((*rows, *x.shape[2:]), x.dtype), new)
+            return _write_pages(into, new, *where)
+
+        # Heads that are sharded stay so.
+        specs = [PartitionSpec(None, None, *jax.typeof(x).sharding.spec[2:]) for x in (key, value)]
+        write = sharding.automatic(write, tuple(specs))
+        key, value = write((key, value), page_table, starts, lengths)
+        return cls(key, value, lengths, page_table)
+
+    def append(self, key: ArrayLike, value: ArrayLike) -> Self:
+        """The cache with T more positions in every row, after those that the row has.
+
+        Inside `jax.jit` what does not fit, or has no page, is dropped. The lengths grow all the
+        same; `flash_decode` gives NaN for a row whose length is beyond the capacity.
+
+        Args:
+          key: of the cache's dtype, [B, T, K, H], or [B, K, H] for one position.
+          value: of the cache's dtype, [B, T, K, Hv] or [B, K, Hv].
+
+        Raises:
+          ValueError: an argument is malformed, or, outside `jax.jit`, does not fit or has no page.
+        """
+        return _append(self, key, value)
+
+
+_AnyCache = TypeVar("_AnyCache", bound=KVCache | PagedKVCache)
+
+
+def _append(cache: _AnyCache, key: ArrayLike, value: ArrayLike) -> _AnyCache:
+    """`append` of either cache."""
+    into = validate.key_value(cache.key, cache.value, owner="cache.")
+    page_table = cache.page_table
+    if page_table is not None:
+        page_table = arguments.int32("cache.page_table", page_table, (None, None))
+    batch = (into[0] if page_table is None else page_table).shape[0]
+    lengths = arguments.int32("cache.lengths", cache.lengths, (batch,))
+    new = validate.new_positions(key, value, batch, into)
+    count = new[0].shape[1]
+    validate.require_lengths("cache.lengths", lengths, cache.capacity)
+    validate.require_room(lengths, count, cache.capacity)
+    stops = lengths + count
+    if page_table is None:
+        written = sharding.automatic(_write_rows, into)(into, new, lengths)
+    else:
+        validate.require_pages("cache.page_table", page_table, lengths, stops, *into[0].shape[:2])
+        write = sharding.automatic(_write_pages, into)
+        written = write(into, new, page_table, lengths, stops)
+    return replace(cache, key=written[0], value=written[1], lengths=stops)
+
+
+def _write_rows(into: Pair, new: Pair, starts: jax.Array) -> Pair:
+    """New positions of each row, from its start on."""
+    positions = _positions(starts, new[0].shape[1])
+    return jax.tree.map(lambda x, y: jax.vmap(_put)(x, y, positions), into, new)
+
+
+def _write_pages(
+    into: Pair, new: Pair, page_table: jax.Array, starts: jax.Array, stops: jax.Array
+) -> Pair:
+    """New positions of each row, from its start on and before its stop, into their pages."""
+    page_size = into[0].shape[1]
+    positions = _positions(starts, new[0].shape[1])
+
+    def pages_of(row: jax.Array, columns: jax.Array) -> jax.Array:
+        return row.at[columns].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+
+    pages = jax.vmap(pages_of)(page_table, positions // page_size)
+    pages = jnp.where(positions < stops[:, None], pages, -1)
+    where = (pages, positions % page_size)
+    return jax.tree.map(lambda x, y: _put(x, y, where), into, new)
+
+
+def _positions(starts: jax.Array, count: int) -> jax.Array:
+    """[B, count]: those from each row's start on."""
+    return starts[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+
+
+def _put(into: jax.Array, new: jax.Array, where: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
+    """Write where there is such a place, and nowhere else: `dynamic_update_slice` would clamp."""
+    return into.at[where].set(new, mode="drop", wrap_negative_indices=False, unique_indices=True)
+
+
+def _zeros(
+    rows: tuple[int, int],
+    heads: int,
+    head_dim: int,
+    value_head_dim: int | None,
+    dtype: DTypeLike,
+) -> Pair:
+    """Key and value of a cache that holds nothing."""
+    validate.size("heads", heads)
+    sizes = [validate.size("head_dim", head_dim)]
+    if value_head_dim is None:
+        sizes += sizes
+    else:
+        sizes.append(validate.size("value_head_dim", value_head_dim))
+    dtype = validate.dtype(dtype)
+    key, value = (jnp.zeros((*rows, heads, size), dtype) for size in sizes)
+    return key, value
