@@ -18,6 +18,7 @@ from pallas_flash import (
 )
 from pallas_flash.backends.triton import TritonBackend
 from pallas_flash.backends.triton.config import Config, Configs
+from pallas_flash.backends.triton.decode_config import DecodeConfig
 from pallas_flash.backends.xla import XlaBackend
 from pallas_flash.testing import Inputs, Truth, evaluate
 
@@ -32,6 +33,7 @@ INTERPRET = TritonBackend(
         key_gradient=Config(32, 16, 4, 1),
         query_gradient=Config(32, 32, 4, 1),
     ),
+    decode_config=DecodeConfig(Config(16, 32, 4, 1), splits=3),
 )
 
 
