@@ -1,8 +1,9 @@
-"""Greedy decoding against a preallocated key/value cache, one compiled step at a time."""
+"""Greedy decoding of a batch against preallocated caches, one compiled step at a time."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from typing import NamedTuple
 
 import jax
@@ -22,7 +23,10 @@ class LengthError(ValueError):
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many tokens go in and come out, and the array sizes which that takes."""
+    """How many tokens go in and come out, and the array sizes which that takes.
+
+    `prompt` is the length of the longest prompt, `max_new_tokens` how many may follow each.
+    """
 
     prompt: int
     max_new_tokens: int
@@ -41,12 +45,12 @@ class Lengths:
 
     @property
     def prefill(self) -> int:
-        """Length of the padded prompt."""
+        """Length of the padded prompts."""
         return self._round_up(self.prompt)
 
     @property
     def cache(self) -> int:
-        """Number of positions that the cache holds."""
+        """Number of positions that each row of the cache has room for."""
         return self._round_up(self.prompt + self.max_new_tokens)
 
     def _round_up(self, length: int) -> int:
@@ -54,88 +58,116 @@ class Lengths:
 
 
 class Step(NamedTuple):
-    """What one run of the model gives: logits [V] of the next token, hidden [1, T, D], cache."""
+    """What a run of the model gives: logits [B, V] of the next tokens, hidden [B, T, D], cache."""
 
     logits: jax.Array
     hidden: jax.Array
     cache: llama.Cache
 
     @property
-    def token(self) -> int:
-        """The most likely next token."""
-        return int(jnp.argmax(self.logits))
+    def tokens(self) -> np.ndarray:
+        """The most likely next token of each row: [B]."""
+        return np.asarray(jnp.argmax(self.logits, axis=-1))
 
 
+@partial(jax.jit, static_argnames=("capacity", "config", "attention"))
+def run_prefill(
+    parameters: llama.Parameters,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    *,
+    capacity: int,
+    config: llama.LlamaConfig,
+    attention: llama.Attention,
+) -> Step:
+    """Run prompts, `tokens` [B, T], of `lengths` [B] into a new cache."""
+    hidden, cache = llama.prefill(
+        parameters, tokens, lengths, capacity=capacity, config=config, attention=attention
+    )
+    last = jnp.take_along_axis(hidden, lengths[:, None, None] - 1, axis=1)
+    return Step(llama.unembed(parameters, last)[:, 0], hidden, cache)
+
+
+# The new cache takes over the buffers of the old one.
 @partial(jax.jit, static_argnames=("config", "attention"), donate_argnames="cache")
-def run_step(
+def run_decode(
     parameters: llama.Parameters,
     tokens: jax.Array,
     cache: llama.Cache,
-    offset: jax.Array,
-    length: jax.Array,
     *,
     config: llama.LlamaConfig,
     attention: llama.Attention,
 ) -> Step:
-    """Run `tokens` [1, T] at positions from `offset` on, the last real one at `length` - 1."""
-    hidden, cache = llama.forward(
-        parameters, tokens, cache, offset, length[None], config=config, attention=attention
-    )
-    last = jax.lax.dynamic_slice_in_dim(hidden, length - 1 - offset, 1, axis=1)
-    return Step(llama.unembed(parameters, last)[0, 0], hidden, cache)
+    """Run one more token of each row, `tokens` [B]."""
+    hidden, cache = llama.decode(parameters, tokens, cache, config=config, attention=attention)
+    return Step(llama.unembed(parameters, hidden)[:, 0], hidden, cache)
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A model and its attention function, set up for one sequence of certain lengths."""
+    """A model and its attention, set up for prompts and answers of certain lengths."""
 
     model: SmolLM2
     attention: llama.Attention
     lengths: Lengths
 
-    def warm_up(self) -> None:
-        """Compile the prefill and the decoding step by running each once."""
-        step = self.prefill([0])
-        jax.block_until_ready(self.decode(step.token, 1, step.cache))
+    def warm_up(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Compile the prefill and the decoding step for such a batch by running each once."""
+        step = self.prefill(prompts)
+        jax.block_until_ready(self.decode(step.tokens, step.cache))
 
-    def prefill(self, prompt: Sequence[int]) -> Step:
-        """Run the whole prompt into a new cache."""
-        padded = np.zeros((1, self.lengths.prefill), np.int32)
-        padded[0, : len(prompt)] = prompt
-        cache = llama.empty_cache(self.model.config, 1, self.lengths.cache)
-        return self._run(padded, cache, 0, len(prompt))
-
-    def decode(self, token: int, position: int, cache: llama.Cache) -> Step:
-        """Run the token at `position`. The new cache takes over the buffers of the old one."""
-        return self._run(np.array([[token]], np.int32), cache, position, position + 1)
-
-    def generate(self, prompt: Sequence[int]) -> Iterator[int]:
-        """The most likely next token, over and over until a stop token or the length limit."""
-        last = len(prompt) + self.lengths.max_new_tokens - 1
-        step = self.prefill(prompt)
-        for position in range(len(prompt), last + 1):
-            token = step.token
-            if token in self.model.stop_tokens:
-                return
-            yield token
-            if position < last:
-                step = self.decode(token, position, step.cache)
-
-    def replay(self, prompt: Sequence[int], tokens: Sequence[int]) -> Iterator[Step]:
-        """The steps that predict `tokens`, each fed with the given token before it."""
-        step = self.prefill(prompt)
-        yield step
-        for position, token in enumerate(tokens[:-1], start=len(prompt)):
-            step = self.decode(token, position, step.cache)
-            yield step
-
-    def _run(self, tokens: np.ndarray, cache: llama.Cache, offset: int, length: int) -> Step:
-        return run_step(
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> Step:
+        """Run all of the prompts, of at least one token each, into a new cache."""
+        padded = np.zeros((len(prompts), self.lengths.prefill), np.int32)
+        for row, prompt in zip(padded, prompts, strict=True):
+            row[: len(prompt)] = prompt
+        return run_prefill(
             self.model.parameters,
-            jnp.asarray(tokens),
-            cache,
-            jnp.int32(offset),
-            jnp.int32(length),
+            jnp.asarray(padded),
+            jnp.asarray([len(prompt) for prompt in prompts], jnp.int32),
+            capacity=self.lengths.cache,
             config=self.model.config,
             attention=self.attention,
         )
+
+    def decode(self, tokens: Sequence[int] | np.ndarray, cache: llama.Cache) -> Step:
+        """Run one more token of each row. The cache given is used up."""
+        return run_decode(
+            self.model.parameters,
+            jnp.asarray(tokens, jnp.int32),
+            cache,
+            config=self.model.config,
+            attention=self.attention,
+        )
+
+    def generate(self, prompts: Sequence[Sequence[int]]) -> Iterator[dict[int, int]]:
+        """Each row's most likely next token, over and over, by the row's index.
+
+        A row is left out from its stop token on. Ends when all rows are, or at the length limit.
+        """
+        running = set(range(len(prompts)))
+        step = self.prefill(prompts)
+        for count in range(1, self.lengths.max_new_tokens + 1):
+            tokens = step.tokens
+            running = {row for row in running if tokens[row] not in self.model.stop_tokens}
+            if not running:
+                return
+            yield {row: int(tokens[row]) for row in sorted(running)}
+            if count < self.lengths.max_new_tokens:
+                # Rows that have ended run on with the others, and nobody reads what they give.
+                step = self.decode(tokens, step.cache)
+
+    def replay(
+        self, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+    ) -> Iterator[Step]:
+        """The steps that predict the tokens of `answers`, each fed with those before them.
+
+        There are as many as the longest answer has tokens, and one at least; rows of shorter
+        answers are fed with zeros.
+        """
+        step = self.prefill(prompts)
+        yield step
+        # The last tokens are predicted and not fed.
+        for tokens in list(zip_longest(*answers, fillvalue=0))[:-1]:
+            step = self.decode(tokens, step.cache)
+            yield step

@@ -1,6 +1,7 @@
 """Generate text with SmolLM2-135M-Instruct, its attention computed by `pallas_flash`.
 
 python examples/generate.py "Why is the sky blue?"
+python examples/generate.py --prompt "Why is the sky blue?" --prompt "Name a river."  # one batch
 python examples/generate.py --check
 """
 
@@ -15,69 +16,99 @@ from typing import NoReturn
 import jax
 import jax.numpy as jnp
 import llama
+import numpy as np
 import smollm2
 from decoding import Decoder, LengthError, Lengths
+from tokenizers import Tokenizer
 
 import pallas_flash
-from pallas_flash import backends
-from pallas_flash.spec import AttentionSpec, Operands
+from pallas_flash import KVCache, backends
+from pallas_flash.spec import AttentionSpec, DecodeOperands, Operands
 
 DEFAULT_PROMPT = "What is the capital of France?"
 LOGIT_TOLERANCE = 1e-3
+# How many characters of a prompt name it in a line of output.
+TITLE_LENGTH = 72
 
 
 @dataclass(frozen=True)
 class FlashAttention:
-    """The library's attention as the model calls it; equal ones share what they compiled."""
+    """The library's attention, as `llama.Attention`; equal ones share what they compiled."""
 
     implementation: str | None = None
 
-    def __call__(
-        self,
-        query: jax.Array,
-        key: jax.Array,
-        value: jax.Array,
-        offset: jax.Array,
-        length: jax.Array,
+    def prefill(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array
     ) -> jax.Array:
-        """As `llama.Attention` says."""
+        """Prompts over themselves."""
         return pallas_flash.flash_attention(
             query,
             key,
             value,
             is_causal=True,
-            query_offset=offset,
-            key_value_seq_lengths=length,
+            key_value_seq_lengths=lengths,
             implementation=self.implementation,
         )
 
-
-def reference_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, offset: jax.Array, length: jax.Array
-) -> jax.Array:
-    """JAX's own attention, which needs the positions spelled out as a mask."""
-    query_positions = offset + jnp.arange(query.shape[1], dtype=jnp.int32)[None, None, :, None]
-    key_positions = jnp.arange(key.shape[1], dtype=jnp.int32)[None, None, None, :]
-    mask = (key_positions <= query_positions) & (key_positions < length[:, None, None, None])
-    return jax.nn.dot_product_attention(query, key, value, mask=mask)
+    def decode(self, query: jax.Array, cache: KVCache) -> jax.Array:
+        """The newest token of each row over its cache."""
+        return pallas_flash.flash_decode(
+            query, cache.key, cache.value, cache.lengths, implementation=self.implementation
+        )
 
 
-def implementation_name(decoder: Decoder, requested: str | None) -> str:
-    """The implementation that runs the decoder's prefill when the user asks for `requested`."""
+@dataclass(frozen=True)
+class ReferenceAttention:
+    """JAX's own attention, with what each query sees spelled out as a mask."""
+
+    def prefill(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array
+    ) -> jax.Array:
+        """Prompts over themselves."""
+        positions = jnp.arange(query.shape[1], dtype=jnp.int32)
+        is_before = positions[None, :] <= positions[:, None]
+        is_token = positions[None, :] < lengths[:, None]
+        mask = is_before[None, None, :, :] & is_token[:, None, None, :]
+        return jax.nn.dot_product_attention(query, key, value, mask=mask)
+
+    def decode(self, query: jax.Array, cache: KVCache) -> jax.Array:
+        """The newest token of each row over its cache."""
+        positions = jnp.arange(cache.capacity, dtype=jnp.int32)
+        mask = positions[None, None, None, :] < cache.lengths[:, None, None, None]
+        return jax.nn.dot_product_attention(query, cache.key, cache.value, mask=mask)
+
+
+def implementation_name(decoder: Decoder, batch_size: int, requested: str | None) -> str:
+    """What runs the decoder's attention when the user asks for `requested`.
+
+    Both names, if the prefill and the decoding run on different implementations.
+    """
     config, lengths = decoder.model.config, decoder.lengths
-    query = jnp.zeros((1, lengths.prefill, config.num_query_heads, config.head_dim), jnp.float32)
-    key, value = llama.empty_cache(config, 1, lengths.cache)[0]
+
+    def zeros(length: int, heads: int) -> jax.Array:
+        return jnp.zeros((batch_size, length, heads, config.head_dim), jnp.float32)
+
+    query_heads, key_value_heads = config.num_query_heads, config.num_key_value_heads
+    row_lengths = jnp.zeros(batch_size, jnp.int32)
+    key, cache = (zeros(length, key_value_heads) for length in (lengths.prefill, lengths.cache))
+    calls = [
+        Operands(zeros(lengths.prefill, query_heads), key, key, key_value_seq_lengths=row_lengths),
+        DecodeOperands(zeros(1, query_heads), cache, cache, row_lengths),
+    ]
     spec = AttentionSpec(
         scale=config.head_dim**-0.5, is_causal=True, precision=jax.lax.Precision.HIGHEST
     )
-    return backends.select(requested, spec, Operands(query, key, value)).name
+    names = [backends.select(requested, spec, call).name for call in calls]
+    return " and ".join(dict.fromkeys(names))
 
 
-def record(tokens: Iterable[int], arrivals: list[tuple[int, float]]) -> Iterator[int]:
-    """Pass `tokens` on, adding each to `arrivals` with the time at which it came."""
-    for token in tokens:
-        arrivals.append((token, time.perf_counter()))
-        yield token
+def record(
+    steps: Iterable[dict[int, int]], arrivals: list[tuple[dict[int, int], float]]
+) -> Iterator[dict[int, int]]:
+    """Pass `steps` on, adding each to `arrivals` with the time at which it came."""
+    for tokens in steps:
+        arrivals.append((tokens, time.perf_counter()))
+        yield tokens
 
 
 def rate(count: int, seconds: float) -> str:
@@ -85,51 +116,99 @@ def rate(count: int, seconds: float) -> str:
     return f"{count / seconds:.1f} tokens/s" if count else "no tokens"
 
 
-def generate(decoder: Decoder, prompt: Sequence[int], implementation: str) -> list[int]:
-    """Print the text as it comes and then a line on its speed. Returns the tokens."""
-    start = time.perf_counter()
-    decoder.warm_up()
-    compiled = time.perf_counter()
-    arrivals: list[tuple[int, float]] = []
-    tokens = record(decoder.generate(prompt), arrivals)
-    for text in smollm2.stream_text(decoder.model.tokenizer, tokens):
+def print_stream(tokenizer: Tokenizer, steps: Iterable[dict[int, int]]) -> None:
+    """Print the one answer as it comes."""
+    for text in smollm2.stream_text(tokenizer, (tokens[0] for tokens in steps)):
         print(text, end="", flush=True)
-    # The prefill brings the first token, and a decoding step each one after it.
+    print()
+
+
+def print_batch(
+    tokenizer: Tokenizer, texts: Sequence[str], steps: Iterable[dict[int, int]]
+) -> None:
+    """Print the answer to each of `texts` once all are complete: as they come they would mix."""
+    complete = list(steps)
+    for row, text in enumerate(texts):
+        title = " ".join(text.split())
+        if len(title) > TITLE_LENGTH:
+            title = f"{title[: TITLE_LENGTH - 3]}..."
+        print(f"[prompt {row + 1}: {title}]")
+        print(tokenizer.decode([tokens[row] for tokens in complete if row in tokens]))
+
+
+def generate(
+    decoder: Decoder, texts: Sequence[str], prompts: Sequence[Sequence[int]], implementation: str
+) -> list[list[int]]:
+    """Print the answers to `texts`, whose tokens `prompts` holds, and then a line on their speed.
+
+    Returns the tokens of each answer.
+    """
+    tokenizer = decoder.model.tokenizer
+    start = time.perf_counter()
+    decoder.warm_up(prompts)
+    compiled = time.perf_counter()
+    arrivals: list[tuple[dict[int, int], float]] = []
+    steps = record(decoder.generate(prompts), arrivals)
+    if len(texts) == 1:
+        print_stream(tokenizer, steps)
+    else:
+        print_batch(tokenizer, texts, steps)
+    answers = [
+        [tokens[row] for tokens, _ in arrivals if row in tokens] for row in range(len(prompts))
+    ]
+    # The prefill brings the first token of each answer, and the decoding steps those after it.
     times = [arrival for _, arrival in arrivals] or [time.perf_counter()]
+    decoded = sum(len(answer[1:]) for answer in answers)
     print(
-        f"\n[prefill {rate(len(prompt), times[0] - compiled)}, "
-        f"decode {rate(len(times) - 1, times[-1] - times[0])}, "
+        f"[prefill {rate(sum(map(len, prompts)), times[0] - compiled)}, "
+        f"decode {rate(decoded, times[-1] - times[0])}, "
         f"implementation {implementation}, compiled in {compiled - start:.1f} s]"
     )
-    return [token for token, _ in arrivals]
+    return answers
 
 
 @jax.jit
 def largest_difference(
-    parameters: llama.Parameters, hidden: jax.Array, other_hidden: jax.Array
+    parameters: llama.Parameters, hidden: jax.Array, other_hidden: jax.Array, counts: jax.Array
 ) -> jax.Array:
-    """The largest difference between the logits of two runs' hidden states, each [T, D]."""
+    """The largest difference between the logits of two runs' hidden states, each [B, T, D].
+
+    Only the first `counts` [B] positions of each row count.
+    """
 
     def at_position(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
         logits, other_logits = llama.unembed(parameters, jnp.stack(pair)[:, None, :])
-        return jnp.max(jnp.abs(logits - other_logits))
+        difference = jnp.abs(logits - other_logits)
+        # The maximum of a CPU may pass over NaN.
+        return jnp.max(jnp.where(jnp.isnan(difference), jnp.inf, difference))
 
+    flat = [x.reshape(-1, x.shape[-1]) for x in (hidden, other_hidden)]
     # In batches of positions, for the logits of a long prompt would fill gigabytes.
-    return jnp.max(jax.lax.map(at_position, (hidden, other_hidden), batch_size=64))
+    differences = jax.lax.map(at_position, tuple(flat), batch_size=64).reshape(hidden.shape[:2])
+    is_compared = jnp.arange(hidden.shape[1])[None, :] < counts[:, None]
+    return jnp.max(differences, where=is_compared, initial=0.0)
 
 
-def check(ours: Decoder, other: Decoder, prompt: Sequence[int], tokens: Sequence[int]) -> bool:
-    """Compare two decoders on the prompt and each of `tokens`; print and return the verdict."""
+def check(
+    ours: Decoder,
+    other: Decoder,
+    prompts: Sequence[Sequence[int]],
+    answers: Sequence[Sequence[int]],
+) -> bool:
+    """Compare two decoders on the prompts and all of `answers`; print and return the verdict."""
     differences, agreements = [], []
-    steps = zip(ours.replay(prompt, tokens), other.replay(prompt, tokens), strict=True)
+    steps = zip(ours.replay(prompts, answers), other.replay(prompts, answers), strict=True)
     for index, (step, other_step) in enumerate(steps):
-        # Hidden states beyond the prompt belong to its padding.
-        count = len(prompt) if index == 0 else 1
+        # Positions beyond a prompt are its padding, and steps beyond an answer are not its own.
+        if index == 0:
+            counts = np.array([len(prompt) for prompt in prompts], np.int32)
+        else:
+            counts = np.array([index < len(answer) for answer in answers], np.int32)
         difference = largest_difference(
-            ours.model.parameters, step.hidden[0, :count], other_step.hidden[0, :count]
+            ours.model.parameters, step.hidden, other_step.hidden, counts
         )
         differences.append(float(difference))
-        agreements.append(step.token == other_step.token)
+        agreements.extend((step.tokens == other_step.tokens)[counts > 0])
     passed = max(differences) < LOGIT_TOLERANCE and all(agreements)
     print(
         f"[check {'passed' if passed else 'FAILED'}: against jax.nn.dot_product_attention the "
@@ -156,9 +235,17 @@ def positive_int(text: str) -> int:
 def make_parser() -> Parser:
     """The command line."""
     parser = Parser(prog="generate.py", description="Generate text with SmolLM2-135M-Instruct.")
-    parser.add_argument("prompt", nargs="?", default=DEFAULT_PROMPT, help="default: %(default)s")
+    parser.add_argument("prompt", nargs="?", help=f"default: {DEFAULT_PROMPT}")
     parser.add_argument(
-        "--raw", action="store_true", help="continue the prompt itself, without the chat template"
+        "--prompt",
+        action="append",
+        default=[],
+        dest="more_prompts",
+        metavar="TEXT",
+        help="one more prompt; all of them run side by side, as one batch",
+    )
+    parser.add_argument(
+        "--raw", action="store_true", help="continue the prompts themselves, without chat template"
     )
     parser.add_argument("--max-new-tokens", type=positive_int, default=64, metavar="COUNT")
     parser.add_argument(
@@ -180,36 +267,48 @@ def make_parser() -> Parser:
     return parser
 
 
-def run(arguments: argparse.Namespace) -> bool:
+def prompt_texts(parser: Parser, arguments: argparse.Namespace) -> list[str]:
+    """The prompts of the command line, none of them empty."""
+    given = [] if arguments.prompt is None else [arguments.prompt]
+    texts = [*given, *arguments.more_prompts] or [DEFAULT_PROMPT]
+    for number, text in enumerate(texts, start=1):
+        name = "the prompt" if len(texts) == 1 else f"prompt {number}"
+        if not text.strip():
+            parser.error(f"{name} is empty")
+        try:
+            # Bytes of the command line that are no text reach Python as lone surrogates.
+            text.encode()
+        except UnicodeEncodeError:
+            parser.error(f"{name} is not valid text in the terminal's encoding")
+    return texts
+
+
+def run(arguments: argparse.Namespace, texts: Sequence[str]) -> bool:
     """Generate as the command line says; False if a check failed."""
     model = smollm2.load(arguments.weights or smollm2.find_weights())
-    text = arguments.prompt
+    inputs = texts
     if not arguments.raw:
-        text = smollm2.render_chat(model.chat_template, text)
-    prompt = model.tokenizer.encode(text).ids
-    lengths = Lengths(len(prompt), arguments.max_new_tokens, model.config.context_length)
+        inputs = [smollm2.render_chat(model.chat_template, text) for text in texts]
+    prompts = [model.tokenizer.encode(text).ids for text in inputs]
+    longest = max(len(prompt) for prompt in prompts)
+    lengths = Lengths(longest, arguments.max_new_tokens, model.config.context_length)
     decoder = Decoder(model, FlashAttention(arguments.implementation), lengths)
-    tokens = generate(decoder, prompt, implementation_name(decoder, arguments.implementation))
+    implementation = implementation_name(decoder, len(prompts), arguments.implementation)
+    answers = generate(decoder, texts, prompts, implementation)
     if not arguments.check:
         return True
-    return check(decoder, Decoder(model, reference_attention, lengths), prompt, tokens)
+    return check(decoder, Decoder(model, ReferenceAttention(), lengths), prompts, answers)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     parser = make_parser()
     arguments = parser.parse_args(argv)
-    if not arguments.prompt.strip():
-        parser.error("the prompt is empty")
-    try:
-        # Bytes of the command line that are no text reach Python as lone surrogates.
-        arguments.prompt.encode()
-    except UnicodeEncodeError:
-        parser.error("the prompt is not valid text in the terminal's encoding")
+    texts = prompt_texts(parser, arguments)
     try:
         # Full float32 products, where a GPU would otherwise shorten them.
         with jax.default_matmul_precision("highest"):
-            passed = run(arguments)
+            passed = run(arguments, texts)
     except (smollm2.WeightsError, LengthError) as error:
         parser.error(str(error))
     except NotImplementedError as error:

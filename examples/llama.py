@@ -4,17 +4,33 @@ Axes: B batch, T tokens of this call, S cache capacity, D embedding, N query hea
 heads, H head dim, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-# attention(query [B, T, N, H], key [B, S, K, H], value [B, S, K, H], offset [], length [B])
-# -> [B, T, N, H]: query i sits at position offset + i, sees no key after its own position, and
-# none at or past `length`.
-Attention = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
+from pallas_flash import KVCache
+
+
+class Attention(Protocol):
+    """The two ways in which the model attends; hashable, since programs are compiled for it."""
+
+    def prefill(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array
+    ) -> jax.Array:
+        """Prompts over themselves: query [B, T, N, H], key and value [B, T, K, H] to [B, T, N, H].
+
+        A token sees itself and those before it. What lies at or past a row's length, of
+        `lengths` [B], is padding.
+        """
+        ...
+
+    def decode(self, query: jax.Array, cache: KVCache) -> jax.Array:
+        """The newest token of each row, [B, 1, N, H], over its cache, which holds it already."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -76,23 +92,12 @@ class Parameters(NamedTuple):
     unembedding: jax.Array
 
 
-class LayerCache(NamedTuple):
-    """Keys and values of one layer, each [B, S, K, H]."""
+# One for each layer.
+Cache = tuple[KVCache, ...]
 
-    key: jax.Array
-    value: jax.Array
-
-
-Cache = tuple[LayerCache, ...]
-
-
-def empty_cache(config: LlamaConfig, batch_size: int, capacity: int) -> Cache:
-    """A cache with room for `capacity` positions in every layer."""
-    shape = (batch_size, capacity, config.num_key_value_heads, config.head_dim)
-    return tuple(
-        LayerCache(jnp.zeros(shape, jnp.float32), jnp.zeros(shape, jnp.float32))
-        for _ in range(config.num_layers)
-    )
+# How one layer attends: the new tokens' query [B, T, N, H], key and value [B, T, K, H] give the
+# attended values [B, T, N, H], and the layer's cache with the new keys and values in it.
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, KVCache]]
 
 
 def rms_norm(hidden: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
@@ -107,14 +112,14 @@ def project(hidden: jax.Array, matrix: jax.Array) -> jax.Array:
 
 
 def rotary_angles(config: LlamaConfig, positions: jax.Array) -> jax.Array:
-    """The angle of each pair of head dimensions at `positions` [T]: [1, T, 1, H/2]."""
+    """The angle of each pair of head dimensions at `positions` [B, T]: [B, T, 1, H/2]."""
     exponents = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     frequencies = config.rotary_base**-exponents
-    return (positions.astype(jnp.float32)[:, None] * frequencies[None, :])[None, :, None, :]
+    return positions.astype(jnp.float32)[:, :, None, None] * frequencies[None, None, None, :]
 
 
 def rotate(heads: jax.Array, angles: jax.Array) -> jax.Array:
-    """Turn the pairs (0, 1), (2, 3), ... of `heads` [B, T, N, H] by `angles` [1, T, 1, H/2].
+    """Turn the pairs (0, 1), (2, 3), ... of `heads` [B, T, N, H] by `angles` [B, T, 1, H/2].
 
     GGUF files store the rows of the query and key matrices for these interleaved pairs.
     """
@@ -124,27 +129,16 @@ def rotate(heads: jax.Array, angles: jax.Array) -> jax.Array:
     return turned.reshape(heads.shape)
 
 
-def attend(
-    layer: Layer,
-    hidden: jax.Array,
-    cache: LayerCache,
-    offset: jax.Array,
-    length: jax.Array,
-    config: LlamaConfig,
-    attention: Attention,
-) -> tuple[jax.Array, LayerCache]:
-    """Self-attention of `hidden` [B, T, D] over the cache, which takes in its keys and values."""
+def self_attention(
+    layer: Layer, hidden: jax.Array, angles: jax.Array, attend: Attend, config: LlamaConfig
+) -> tuple[jax.Array, KVCache]:
+    """Self-attention of `hidden` [B, T, D], and the layer's cache."""
 
     def heads(matrix: jax.Array) -> jax.Array:
         return project(hidden, matrix).reshape(*hidden.shape[:2], -1, config.head_dim)
 
-    angles = rotary_angles(config, offset + jnp.arange(hidden.shape[1], dtype=jnp.int32))
     query, key = rotate(heads(layer.query), angles), rotate(heads(layer.key), angles)
-    cache = LayerCache(
-        jax.lax.dynamic_update_slice_in_dim(cache.key, key, offset, axis=1),
-        jax.lax.dynamic_update_slice_in_dim(cache.value, heads(layer.value), offset, axis=1),
-    )
-    attended = attention(query, cache.key, cache.value, offset, length)
+    attended, cache = attend(query, key, heads(layer.value))
     return project(attended.reshape(hidden.shape), layer.output), cache
 
 
@@ -156,33 +150,74 @@ def feed_forward(layer: Layer, hidden: jax.Array) -> jax.Array:
 def forward(
     parameters: Parameters,
     tokens: jax.Array,
+    positions: jax.Array,
+    attends: Sequence[Attend],
+    config: LlamaConfig,
+) -> tuple[jax.Array, Cache]:
+    """Run `tokens` [B, T], which sit at `positions` [B, T], through all layers.
+
+    `attends` holds one function for each layer. Returns the normalised hidden states [B, T, D] and
+    the cache.
+    """
+    hidden = parameters.embedding[tokens]
+    angles = rotary_angles(config, positions)
+    cache = []
+    # Unrolled on purpose: a scan over stacked layers would copy each layer's weights out of the
+    # stack, which halves the decoding speed on a CPU.
+    for layer, attend in zip(parameters.layers, attends, strict=True):
+        normed = rms_norm(hidden, layer.attention_norm, config.rms_epsilon)
+        attended, layer_cache = self_attention(layer, normed, angles, attend, config)
+        hidden = hidden + attended
+        normed = rms_norm(hidden, layer.feed_forward_norm, config.rms_epsilon)
+        hidden = hidden + feed_forward(layer, normed)
+        cache.append(layer_cache)
+    return rms_norm(hidden, parameters.output_norm, config.rms_epsilon), tuple(cache)
+
+
+def prefill(
+    parameters: Parameters,
+    tokens: jax.Array,
+    lengths: jax.Array,
+    *,
+    capacity: int,
+    config: LlamaConfig,
+    attention: Attention,
+) -> tuple[jax.Array, Cache]:
+    """Run prompts, `tokens` [B, T], each padded on its right from its length, `lengths` [B], on.
+
+    Returns the normalised hidden states [B, T, D] and a cache with room for `capacity` positions.
+    """
+
+    def attend(query: jax.Array, key: jax.Array, value: jax.Array) -> tuple[jax.Array, KVCache]:
+        attended = attention.prefill(query, key, value, lengths)
+        return attended, KVCache.from_prefill(key, value, lengths, capacity=capacity)
+
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
+    return forward(parameters, tokens, positions, [attend] * config.num_layers, config)
+
+
+def decode(
+    parameters: Parameters,
+    tokens: jax.Array,
     cache: Cache,
-    offset: jax.Array,
-    length: jax.Array,
     *,
     config: LlamaConfig,
     attention: Attention,
 ) -> tuple[jax.Array, Cache]:
-    """Run `tokens` [B, T], which sit at positions `offset` + (0 ... T-1), through all layers.
+    """Run one more token of each row, `tokens` [B], after those that its cache holds.
 
-    `offset` is an int32 scalar; `length` [B] (int32) counts the positions in use once these
-    tokens are in the cache, so that padding after them is ignored. Returns the normalised hidden
-    states [B, T, D] and the updated cache.
+    Returns the normalised hidden states [B, 1, D] and the cache with these tokens.
     """
-    hidden = parameters.embedding[tokens]
-    updated = []
-    # Unrolled on purpose: a scan over stacked layers would copy each layer's weights out of the
-    # stack, which halves the decoding speed on a CPU.
-    for layer, layer_cache in zip(parameters.layers, cache, strict=True):
-        normed = rms_norm(hidden, layer.attention_norm, config.rms_epsilon)
-        attended, layer_cache = attend(
-            layer, normed, layer_cache, offset, length, config, attention
-        )
-        hidden = hidden + attended
-        normed = rms_norm(hidden, layer.feed_forward_norm, config.rms_epsilon)
-        hidden = hidden + feed_forward(layer, normed)
-        updated.append(layer_cache)
-    return rms_norm(hidden, parameters.output_norm, config.rms_epsilon), tuple(updated)
+
+    def attend(
+        layer_cache: KVCache, query: jax.Array, key: jax.Array, value: jax.Array
+    ) -> tuple[jax.Array, KVCache]:
+        layer_cache = layer_cache.append(key, value)
+        return attention.decode(query, layer_cache), layer_cache
+
+    positions = cache[0].lengths[:, None]
+    attends = [partial(attend, layer_cache) for layer_cache in cache]
+    return forward(parameters, tokens[:, None], positions, attends, config)
 
 
 def unembed(parameters: Parameters, hidden: jax.Array) -> jax.Array:

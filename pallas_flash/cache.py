@@ -102,7 +102,7 @@ class KVCache:
         """
         key, value = validate.key_value(key, value)
         batch, length = key.shape[:2]
-        lengths = arguments.int32("lengths", lengths, (batch,))
+        lengths = _own(arguments.int32("lengths", lengths, (batch,)))
         validate.require_capacity(key, capacity)
         validate.require_lengths("lengths", lengths, length)
         room = ((0, 0), (0, capacity - length), (0, 0), (0, 0))
@@ -177,7 +177,7 @@ class PagedKVCache:
           ValueError: a size is not an int within its bounds, the dtype is another, or the page
             table is malformed.
         """
-        page_table = arguments.int32("page_table", page_table, (None, None))
+        page_table = _own(arguments.int32("page_table", page_table, (None, None)))
         rows = (validate.size("pages", pages), validate.size("page_size", page_size, *_PAGE_SIZES))
         key, value = _zeros(rows, heads, head_dim, value_head_dim, dtype)
         return cls(key, value, jnp.zeros(page_table.shape[0], jnp.int32), page_table)
@@ -213,8 +213,8 @@ class PagedKVCache:
         """
         key, value = validate.key_value(key, value)
         batch, length = key.shape[:2]
-        lengths = arguments.int32("lengths", lengths, (batch,))
-        page_table = arguments.int32("page_table", page_table, (batch, None))
+        lengths = _own(arguments.int32("lengths", lengths, (batch,)))
+        page_table = _own(arguments.int32("page_table", page_table, (batch, None)))
         rows = (validate.size("pages", pages), validate.size("page_size", page_size, *_PAGE_SIZES))
         validate.require_lengths("lengths", lengths, min(length, page_table.shape[1] * page_size))
         starts = jnp.zeros_like(lengths)
@@ -301,6 +301,11 @@ def _positions(starts: jax.Array, count: int) -> jax.Array:
 def _put(into: jax.Array, new: jax.Array, where: jax.Array | tuple[jax.Array, ...]) -> jax.Array:
     """Write where there is such a place, and nowhere else: `dynamic_update_slice` would clamp."""
     return into.at[where].set(new, mode="drop", wrap_negative_indices=False, unique_indices=True)
+
+
+def _own(x: jax.Array) -> jax.Array:
+    """A copy: who donates a cache must not take what was the caller's, or other layers'."""
+    return jnp.array(x, copy=True)
 
 
 def _zeros(

@@ -224,6 +224,16 @@ def test_append_is_in_place_under_donation(kind, count, dtype):
     assert memory.temp_size_in_bytes < cache.value.nbytes // 8
 
 
+@both_kinds
+def test_donated_caches_of_two_layers_leave_the_callers_arrays(kind, rng):
+    given = (*normal(rng, B, CAPACITY), ints(B), jnp.asarray(page_table(rng)))
+    held = jax.tree.map(np.array, given)
+    layers = [prefilled(kind, *given) for _ in range(2)]
+    append = jax.jit(lambda layers, new: [x.append(*new) for x in layers], donate_argnums=0)
+    append(layers, normal(rng, B))
+    jax.tree.map(np.testing.assert_array_equal, given, held)
+
+
 def full(kind, rng):
     """Row 0 has room for 2 more, row 1 for none, row 2 for many."""
     lengths = (CAPACITY - 2, CAPACITY, 1)

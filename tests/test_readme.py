@@ -14,12 +14,18 @@ def blocks(language: str) -> list[str]:
     return [text for name, text in fenced if name == language]
 
 
-def test_the_first_example_runs(capsys):
-    example = next(block for block in blocks("python") if block.startswith("import"))
+def test_the_examples_run(capsys):
+    """One after the other; the last is of a model that the reader has."""
+    *examples, policy = blocks("python")
+    assert "checkpoint_policies" in policy
+    names = {}
     # What users have, not the suite's strict settings.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        exec(compile(example, "README.md", "exec"), {})
+        for example in examples:
+            exec(compile(example, "README.md", "exec"), names)
     assert "(1, 4096, 8, 64)" in capsys.readouterr().out
+    assert names["cache"].lengths.tolist() == [4001]
+    assert names["out"].shape == (1, 8, 64)
 
 
 def mapped_paths() -> set[str]:
