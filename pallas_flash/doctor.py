@@ -14,7 +14,7 @@ import subprocess
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,13 +25,13 @@ from pallas_flash import backends
 from pallas_flash.api import flash_attention_with_lse
 from pallas_flash.spec import AttentionOutput
 from pallas_flash.testing import (
-    UNTUNED,
     Case,
     Inputs,
     Truth,
     error,
     evaluate,
     jitted,
+    jitted_forward,
     make_inputs,
     split,
 )
@@ -306,7 +306,7 @@ def try_check(implementation: str, check: str, place: jax.Device) -> Outcome:
                 verdict=f"WRONG: {'; '.join(wrong)}" if wrong else "right",
                 errors={name: error(results[name], x) for name, x in truth.expected.items()},
                 budgets=truth.budget,
-                forward_ms=_milliseconds(_FORWARD, *call[:-1]),
+                forward_ms=_milliseconds(jitted_forward, *call[:-1]),
                 both_ms=_milliseconds(jitted, *call),
             )
     # Compilers and drivers raise errors of their own, and one that fails must not hide the others.
@@ -319,18 +319,6 @@ def _truth(case: Case, place: jax.Device) -> Truth:
     """Of a case, with plain attention, from which the budget comes, on the device. Kept."""
     with jax.default_device(place), jax.default_matmul_precision("highest"):
         return Truth.of(make_inputs(case, _SEED))
-
-
-def _forward(
-    attention: Callable[..., AttentionOutput],
-    options: Iterable[tuple[str, Any]],
-    primals: Mapping[str, jax.Array],
-    others: Mapping[str, jax.Array],
-) -> AttentionOutput:
-    return attention(**primals, **others, **dict(options))
-
-
-_FORWARD = jax.jit(_forward, static_argnums=(0, 1), compiler_options=UNTUNED)
 
 
 def _milliseconds(program: Callable[..., Any], *args: Any) -> float:

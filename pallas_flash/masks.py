@@ -103,12 +103,6 @@ class Stretch(NamedTuple):
         """The same, or no block."""
         return Stretch(*(condition.astype(jnp.int32) * block for block in self))
 
-    def part(self, index: jax.Array, size: int) -> "Stretch":
-        """The part of that index, where each has `size` of the blocks and the last has the rest."""
-        start = jnp.minimum(self.first + index * size, self.last)
-        stop = jnp.minimum(start + size, self.last)
-        return Stretch(*(jnp.minimum(jnp.maximum(block, start), stop) for block in self))
-
 
 def key_blocks(
     spec: AttentionSpec,

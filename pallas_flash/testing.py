@@ -165,7 +165,11 @@ def make_inputs(case: Case, seed: int) -> Inputs:
 
 
 def evaluate(
-    attention: Callable[..., AttentionOutput], inputs: Inputs, dtype: np.dtype | None = None
+    attention: Callable[..., AttentionOutput],
+    inputs: Inputs,
+    dtype: np.dtype | None = None,
+    *,
+    with_gradients: bool = True,
 ) -> dict[str, np.ndarray]:
     """Outputs and every gradient of a call, as float64 arrays.
 
@@ -174,12 +178,17 @@ def evaluate(
         compiled for calls of one form.
       inputs: what it is called with.
       dtype: what to cast all floats to first; None leaves them as they are.
+      with_gradients: whether to compute them.
 
     Returns:
       "out", "lse", and "dquery", "dkey" and so on for each of `DIFFERENTIABLE` that is given.
     """
     options = tuple(inputs.options.items())
-    (out, lse), gradients = jitted(attention, options, *split(inputs, dtype))
+    primals, others, cotangents = split(inputs, dtype)
+    if with_gradients:
+        (out, lse), gradients = jitted(attention, options, primals, others, cotangents)
+    else:
+        (out, lse), gradients = jitted_forward(attention, options, primals, others), {}
     results = {"out": out, "lse": lse, **{f"d{name}": x for name, x in gradients.items()}}
     return {name: np.asarray(x).astype(np.float64) for name, x in results.items()}
 
@@ -217,10 +226,23 @@ UNTUNED = {"xla_gpu_autotune_level": 0}
 jitted = jax.jit(differentiate, static_argnums=(0, 1), compiler_options=UNTUNED)
 
 
-def oracle(inputs: Inputs) -> dict[str, np.ndarray]:
+def _forward(
+    attention: Callable[..., AttentionOutput],
+    options: Iterable[tuple[str, Any]],
+    primals: Mapping[str, jax.Array],
+    others: Mapping[str, jax.Array],
+) -> AttentionOutput:
+    return attention(**primals, **others, **dict(options))
+
+
+jitted_forward = jax.jit(_forward, static_argnums=(0, 1), compiler_options=UNTUNED)
+
+
+def oracle(inputs: Inputs, *, with_gradients: bool = True) -> dict[str, np.ndarray]:
     """`evaluate` of the reference in float64, on a CPU."""
+    float64 = np.dtype(np.float64)
     with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        return evaluate(reference_attention, inputs, np.dtype(np.float64))
+        return evaluate(reference_attention, inputs, float64, with_gradients=with_gradients)
 
 
 def error(x: np.ndarray, expected: np.ndarray) -> float:
@@ -247,16 +269,18 @@ class Truth:
     budget: Mapping[str, float]
 
     @classmethod
-    def of(cls, inputs: Inputs) -> Self:
-        """The float64 reference, and a budget from data: the sum of
+    def of(cls, inputs: Inputs, *, with_gradients: bool = True) -> Self:
+        """The float64 reference, with gradients or without, and a budget from data: the sum of
 
         - twice the error of plain attention in the same dtype,
         - twice what FlashAttention-2's backward loses by its roundings, had it no other error,
         - a rounding of the result, and of the sums and exponentials that lead to it.
         """
-        expected = oracle(inputs)
-        plain = evaluate(reference_attention, inputs)
-        rounded = {**expected, **_rounded_gradients(inputs, expected, plain["out"])}
+        expected = oracle(inputs, with_gradients=with_gradients)
+        plain = evaluate(reference_attention, inputs, with_gradients=with_gradients)
+        rounded = expected
+        if with_gradients:
+            rounded = expected | _rounded_gradients(inputs, expected, plain["out"])
         largest_lse = np.max(np.abs(expected["lse"][np.isfinite(expected["lse"])]), initial=0.0)
         return cls(
             expected,

@@ -50,6 +50,7 @@ ALLOWED = {
         "backends.triton.softmax",
         "backends.triton.tile",
         "masks",
+        "sharding",
         "softmax",
         "spec",
     },

@@ -91,3 +91,17 @@ def test_merge_of_parts_is_the_whole(drawn, cuts):
     np.testing.assert_allclose(out[:4], expected_out[:4], atol=3e-6)
     np.testing.assert_allclose(out[4], expected_out[4], atol=1e-2)
     np.testing.assert_allclose(lse, expected_lse, rtol=3e-7)
+
+
+def test_a_sink_added_at_the_end_is_one_from_the_start(drawn, seed):
+    logits, values = drawn
+    sinks = np.random.default_rng(seed).standard_normal(5).astype(np.float32)
+    sinks[0] = -np.inf
+    expected = online(logits, values, [20], jnp.asarray(sinks))
+    plain = online(logits, values, [20])
+    out, lse = softmax.add_sink(plain.out, plain.lse, jnp.asarray(sinks))
+    np.testing.assert_allclose(out, expected.out, atol=2e-6)
+    np.testing.assert_allclose(lse, expected.lse, rtol=2e-7)
+    empty = softmax.add_sink(plain.out, plain.lse, jnp.full(5, -jnp.inf))
+    np.testing.assert_array_equal(empty[1], plain.lse)
+    assert not np.asarray(empty[0])[3].any()

@@ -31,8 +31,8 @@ def query_and_caches(
     expected = f"key_cache's sizes [{', '.join(map(str, k.shape[:3]))}, Hv]"
     arguments.require(v.shape[:3] == k.shape[:3], "value_cache", expected, v)
     tokens = q[:, None] if q.ndim == 3 else q
-    expected = f"from 1 to {MOST_TOKENS} tokens, [B, T, N, H]; more are for flash_attention"
-    arguments.require(1 <= tokens.shape[1] <= MOST_TOKENS, "query", expected, q)
+    expected = f"at most {MOST_TOKENS} tokens, [B, T, N, H]; more are for flash_attention"
+    arguments.require(tokens.shape[1] <= MOST_TOKENS, "query", expected, q)
     return tokens, k, v
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_flash import masks
+from pallas_flash import masks, sharding
 from pallas_flash import softmax as natural
 from pallas_flash.backends.triton import lowering, memory, softmax, tile
 from pallas_flash.backends.triton.config import widths
@@ -56,11 +56,11 @@ def _locate(row: tile.BatchRow, refs: Any, block: jax.Array) -> _Keys:
     return _Keys(jnp.where(has_page, page, 0), rows, exists, has_page[None, :])
 
 
-def _stretch(row: tile.BatchRow) -> masks.Stretch:
-    """The key blocks that a batch row needs."""
+def _blocks(row: tile.BatchRow) -> tuple[jax.Array, jax.Array]:
+    """The key blocks [first, last) that a batch row needs."""
     last = row.key_length - 1
-    block_k = row.kernel.config.block_k
-    return masks.key_blocks(row.kernel.spec, row.query_offset, last, row.key_length, block_k)
+    needed = masks.key_range(row.kernel.spec, row.query_offset, last, row.key_length)
+    return masks.blocks(*needed, row.kernel.config.block_k)
 
 
 def _kernel(
@@ -72,7 +72,9 @@ def _kernel(
         cut.tiles(dims), dims.key_heads, cut.splits
     )
     row = tile.BatchRow.decoding(kernel, refs, batch)
-    stretch = _stretch(row).part(part, cut.blocks_of_part(spec, dims))
+    first, last = _blocks(row)
+    first = jnp.minimum(first + part * cut.blocks_of_part(spec, dims), last)
+    last = jnp.minimum(first + cut.blocks_of_part(spec, dims), last)
     index = tile_index * config.block_q + jnp.arange(config.block_q, dtype=jnp.int32)
     token = lax.div(index, jnp.int32(dims.group))
     head = key_head * dims.group + index - token * dims.group
@@ -94,13 +96,13 @@ def _kernel(
         return softmax.update(state, score, row.factor, row.exp2, weigh)
 
     state = softmax.init(config.block_q, widths(dims.value_head_dim))
-    state = lax.fori_loop(stretch.first, stretch.last, key_block, state)
+    state = lax.fori_loop(first, last, key_block, state)
     found = softmax.finish(state, row.factor, row.offset, None, keeps_m=True)
     if cut.splits == 1:
         _write(refs, row, token, head, exists, found.out, found.lse, out_ref, *lse_ref)
         return
     # What nobody will read is not written.
-    is_stored = exists & (stretch.first < stretch.last)
+    is_stored = exists & (first < last)
     place = token * dims.query_heads + head
     memory.write(out_ref, batch, part, place, is_stored, found.out)
     lowering.store(lse_ref[0].at[batch, part, place], found.lse, mask=is_stored)
@@ -119,9 +121,9 @@ def _merge_kernel(
     dims = kernel.dims
     head, token, batch = lowering.program(dims.query_heads, dims.query_length)
     row = tile.BatchRow.decoding(kernel, refs, batch)
-    stretch = _stretch(row)
+    first, last = _blocks(row)
     blocks = cut.blocks_of_part(kernel.spec, dims)
-    parts = lax.div(stretch.last - stretch.first + (blocks - 1), jnp.int32(blocks))
+    parts = lax.div(last - first + (blocks - 1), jnp.int32(blocks))
     part = jnp.arange(cut.padded_splits, dtype=jnp.int32)
     exists = part < parts
     place = token * dims.query_heads + head
@@ -144,7 +146,8 @@ def _write(
 ) -> None:
     """The result of rows, with their sinks; NaN where the cache is shorter than the row."""
     if refs.sinks is not None:
-        sink = lowering.load(refs.sinks.at[head])
+        other = None if exists is None else 0.0
+        sink = lowering.load(refs.sinks.at[head], mask=exists, other=other)
         out = tuple(natural.add_sink(x, lse, sink)[0] for x in out)
         lse = natural.add_sink(lse[..., None], lse, sink)[1]
     is_beyond = refs.lengths[row.batch] > row.kernel.dims.key_length
@@ -153,6 +156,20 @@ def _write(
     for ref in lse_ref:
         lse = jnp.where(is_beyond, jnp.nan, lse)
         lowering.store(ref.at[row.batch, token, head], lse, mask=exists)
+
+
+def _without_keys(
+    dims: Dims, operands: DecodeOperands, out: jax.ShapeDtypeStruct, lse: jax.ShapeDtypeStruct
+) -> tuple[jax.Array, jax.Array]:
+    """The result where a cache has no room for any key, or nothing is asked for."""
+    result = jnp.zeros(out.shape, jnp.float32), jnp.full(lse.shape, -jnp.inf)
+    if operands.sinks is not None:
+        result = natural.add_sink(*result, operands.sinks[None, None])
+    is_beyond = (operands.lengths > dims.key_length)[:, None, None]
+    return (
+        jnp.where(is_beyond[..., None], jnp.nan, result[0]).astype(out.dtype),
+        jnp.where(is_beyond, jnp.nan, result[1]),
+    )
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -169,6 +186,9 @@ def decode(
     out = jax.ShapeDtypeStruct((*rows, dims.value_head_dim), operands.query.dtype)
     lse = jax.ShapeDtypeStruct(rows, jnp.float32)
     outputs = [out, lse] if with_lse else [out]
+    if 0 in (dims.batch, dims.query_length, dims.key_length):
+        empty = sharding.vary_like(_without_keys(dims, operands, out, lse), operands.query)
+        return ForwardOutput(*empty[: len(outputs)])
     kernel = tile.Kernel(spec, dims, cut.tile, interpret, is_forward=True, gives_lse=True)
     launch = functools.partial(lowering.launch, interpret=interpret, like=operands.query)
 
