@@ -63,25 +63,34 @@ def _blocks(row: tile.BatchRow) -> tuple[jax.Array, jax.Array]:
     return masks.blocks(*needed, row.kernel.config.block_k)
 
 
+def _divide_up(x: jax.Array, divisor: int) -> jax.Array:
+    """Of x >= 0, the quotient rounded up."""
+    return lax.div(x + (divisor - 1), jnp.int32(divisor))
+
+
 def _kernel(
     kernel: tile.Kernel, cut: DecodeConfig, refs: DecodeOperands, out_ref: Any, *lse_ref: Any
 ) -> None:
     """Rows of a tile over one part of the keys; where that is all of them, the result."""
-    dims, spec, config = kernel.dims, kernel.spec, kernel.config
+    dims, config = kernel.dims, kernel.config
     tile_index, key_head, part, batch = lowering.program(
         cut.tiles(dims), dims.key_heads, cut.splits
     )
     row = tile.BatchRow.decoding(kernel, refs, batch)
     first, last = _blocks(row)
-    first = jnp.minimum(first + part * cut.blocks_of_part(spec, dims), last)
-    last = jnp.minimum(first + cut.blocks_of_part(spec, dims), last)
+    # A part is every so many-th block: however short a row is beside its cache, all have some of
+    # it. With 8 rows of 1 to 16384 keys that takes 6 % less time than stretches of the cache, and
+    # with 64 of 1 to 4096 keys 2 % more (H200).
+    first = first + part
+    count = _divide_up(jnp.maximum(last - first, 0), cut.splits)
     index = tile_index * config.block_q + jnp.arange(config.block_q, dtype=jnp.int32)
     token = lax.div(index, jnp.int32(dims.group))
     head = key_head * dims.group + index - token * dims.group
     exists = index < dims.query_length * dims.group
     q = row.signed(memory.read(refs.query, batch, token, head, exists))
 
-    def key_block(block: jax.Array, state: softmax.SoftmaxState) -> softmax.SoftmaxState:
+    def key_block(i: jax.Array, state: softmax.SoftmaxState) -> softmax.SoftmaxState:
+        block = first + i * cut.splits
         keys = _locate(row, refs, block)
         where = (keys.batch, keys.rows, key_head, keys.exists)
         columns = block * config.block_k + jnp.arange(config.block_k, dtype=jnp.int32)
@@ -96,13 +105,13 @@ def _kernel(
         return softmax.update(state, score, row.factor, row.exp2, weigh)
 
     state = softmax.init(config.block_q, widths(dims.value_head_dim))
-    state = lax.fori_loop(first, last, key_block, state)
+    state = lax.fori_loop(jnp.int32(0), count, key_block, state)
     found = softmax.finish(state, row.factor, row.offset, None, keeps_m=True)
     if cut.splits == 1:
         _write(refs, row, token, head, exists, found.out, found.lse, out_ref, *lse_ref)
         return
     # What nobody will read is not written.
-    is_stored = exists & (first < last)
+    is_stored = exists & (count > 0)
     place = token * dims.query_heads + head
     memory.write(out_ref, batch, part, place, is_stored, found.out)
     lowering.store(lse_ref[0].at[batch, part, place], found.lse, mask=is_stored)
@@ -122,10 +131,8 @@ def _merge_kernel(
     head, token, batch = lowering.program(dims.query_heads, dims.query_length)
     row = tile.BatchRow.decoding(kernel, refs, batch)
     first, last = _blocks(row)
-    blocks = cut.blocks_of_part(kernel.spec, dims)
-    parts = lax.div(last - first + (blocks - 1), jnp.int32(blocks))
     part = jnp.arange(cut.padded_splits, dtype=jnp.int32)
-    exists = part < parts
+    exists = (part < cut.splits) & (part < last - first)
     place = token * dims.query_heads + head
     lse = lowering.load(part_lse_ref.at[batch, part, place], mask=exists, other=-jnp.inf)
     merged = [natural.merge(x, lse) for x in memory.read(part_out_ref, batch, part, place, exists)]

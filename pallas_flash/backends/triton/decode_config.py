@@ -24,7 +24,7 @@ class DecodeConfig:
 
     Attributes:
       tile: its tiles. Their rows are pairs of a new token and a query head of one group.
-      splits: into how many parts, each the work of a program, the keys are split; 1 to 1024.
+      splits: into how many parts, each the work of a program, a row's blocks are dealt; 1 to 1024.
     """
 
     tile: Config
@@ -37,15 +37,6 @@ class DecodeConfig:
     def tiles(self, dims: Dims) -> int:
         """How many there are for one key head of one batch row."""
         return -(-dims.query_length * dims.group // self.tile.block_q)
-
-    def blocks_of_part(self, spec: AttentionSpec, dims: Dims) -> int:
-        """How many key blocks a part has, of those that a window may reach."""
-        blocks = self.tile.key_blocks(dims)
-        if spec.left is not None:
-            # Where they begin in the middle of a block, they reach into one more.
-            reached = -(-(spec.left + dims.query_length) // self.tile.block_k) + 1
-            blocks = min(blocks, reached)
-        return max(1, -(-blocks // self.splits))
 
     @property
     def padded_splits(self) -> int:
@@ -78,9 +69,8 @@ def pick_decode(
       multiprocessors: how many the device has; None where that is not known.
     """
     tile = _tile(spec, dims, dtype)
-    unsplit = DecodeConfig(tile, 1)
-    blocks = unsplit.blocks_of_part(spec, dims)
-    tiles = max(1, dims.batch * dims.key_heads * unsplit.tiles(dims))
+    blocks = _most_blocks(spec, dims, tile)
+    tiles = max(1, dims.batch * dims.key_heads * DecodeConfig(tile, 1).tiles(dims))
     multiprocessors = multiprocessors or _MULTIPROCESSORS
     # With 512 bytes a key, two programs of a multiprocessor read as fast as it can. Up to so many
     # they all begin at once: with 128 tiles of 8192 keys two parts are 5 to 10 % faster than four
@@ -95,8 +85,9 @@ def pick_decode(
         # Then they should be so many that it does not matter how few the last are: 512 tiles of
         # 4096 keys take 8 % longer whole than in four parts, and as much when lengths differ.
         splits = min(16 * multiprocessors // tiles, blocks * tile.block_k // _LONG_PART)
-    splits = max(1, splits)
-    return DecodeConfig(tile, -(-blocks // -(-blocks // splits)))
+    # No more than have fewer blocks.
+    longest = -(-blocks // max(1, splits))
+    return DecodeConfig(tile, max(1, -(-blocks // longest)))
 
 
 def _tile(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> Config:
@@ -111,6 +102,15 @@ def _tile(spec: AttentionSpec, dims: Dims, dtype: jnp.dtype) -> Config:
     rows = power_of_two(dims.query_length * dims.group)
     block_q = max(SMALLEST, min(rows, _QUERY_BYTES // (width * jnp.dtype(dtype).itemsize), 64))
     return Config(block_q, block_k, 2 if block_q * width <= 32 * 128 else 4, 3)
+
+
+def _most_blocks(spec: AttentionSpec, dims: Dims, tile: Config) -> int:
+    """How many key blocks a batch row may need, 1 at least."""
+    blocks = max(1, tile.key_blocks(dims))
+    if spec.left is None:
+        return blocks
+    # Where those that a window reaches begin in the middle of a block, they end in one more.
+    return min(blocks, -(-(spec.left + dims.query_length) // tile.block_k) + 1)
 
 
 def _row_bytes(dims: Dims, dtype: jnp.dtype) -> int:
