@@ -193,15 +193,17 @@ def flash_decode(
         values are in the caches already. With a page table [P, page size, K, H].
       value_cache: of the same dtype, [B, S, K, Hv], or [P, page size, K, Hv].
       lengths: integers [B], the number of valid positions, new ones included, from 0 to S. What
-        lies past them does not matter, not even NaN. A row whose length exceeds S gives NaN: its
-        newest keys are nowhere. (In an array that is not JAX's it is an error.)
+        lies past them does not matter, not even NaN. Other lengths are an error, and in an array of
+        JAX's, whose numbers are not waited for, the row gives NaN: its newest keys are nowhere.
       scale: factor of the logits, 1 / sqrt(H) by default; a scalar array may be traced.
-      local_window_size: as in `flash_attention`. Blocks of keys before the window are not read.
+      local_window_size: as in `flash_attention`. The kernels read no block of keys before it.
       logits_soft_cap: likewise.
       sinks: likewise.
       page_table: integers [B, pages per row]: the page that holds a row's positions from 0, from
-        the page size on, and so on; S is pages per row times page size. Entries past a row's length
-        and before its window are not read; a page among the others that does not exist gives NaN.
+        the page size on, and so on; S is pages per row times page size. What entries past a row's
+        length and before its window are does not matter; a page among the others that does not
+        exist gives NaN to the tokens that see it. ("xla" first gathers each row's pages, all S
+        positions.)
       precision: as in `flash_attention`.
       implementation: likewise.
 

@@ -4,10 +4,13 @@ Letters as in `spec`; P is the number of pages in a pool. Both caches are immuta
 same verbs, and either serves attention over key, value, lengths and page_table.
 
 What a row's length does not cover means nothing, so a decoder that guessed ahead takes back the
-tokens that were rejected by `dataclasses.replace(cache, lengths=...)`.
+tokens that were rejected by `dataclasses.replace(cache, lengths=...)`. Where caches of several
+layers are donated together, that belongs inside `jax.jit`, or each needs a copy of its own: a
+buffer can be donated once.
 
 Inside `jax.jit`, with the cache donated, `append` writes in place; lengths and pages are not known
-there, and what does not fit is dropped. Outside, each verb copies the cache, and waits for lengths
+there, what does not fit is dropped, and a row's length, which is then beyond the capacity or below
+0, makes `flash_decode` give NaN for it. Outside, each verb copies the cache, and waits for lengths
 and pages to refuse what does not fit.
 """
 
@@ -29,7 +32,7 @@ _PAGE_SIZES = (16, 256)
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVCache:
     """Keys and values of each row in one stretch.
 
@@ -94,7 +97,8 @@ class KVCache:
           capacity: S, at least T.
 
         Returns:
-          A cache with position i of the prefill at i, padding included.
+          A cache with position i of the prefill at i, padding included. Inside `jax.jit` a length
+          beyond T becomes one beyond the capacity.
 
         Raises:
           ValueError: an argument is malformed, T exceeds the capacity, or, outside `jax.jit`, a
@@ -103,16 +107,19 @@ class KVCache:
         key, value = validate.key_value(key, value)
         batch, length = key.shape[:2]
         lengths = _own(arguments.int32("lengths", lengths, (batch,)))
-        validate.require_capacity(key, capacity)
+        capacity = validate.size("capacity", capacity)
+        validate.require_room_for(key, capacity)
         validate.require_lengths("lengths", lengths, length)
         room = ((0, 0), (0, capacity - length), (0, 0), (0, 0))
+        lengths = jnp.where(lengths > length, capacity + 1, lengths)
         return cls(jnp.pad(key, room), jnp.pad(value, room), lengths)
 
     def append(self, key: ArrayLike, value: ArrayLike) -> Self:
         """The cache with T more positions in every row, after those that the row has.
 
-        Inside `jax.jit` what does not fit is dropped. The lengths grow all the same, beyond the
-        capacity, which tells; `flash_decode` gives NaN for such a row.
+        Inside `jax.jit` what does not fit is dropped, as is all for a length below 0, which stays.
+        Other lengths grow all the same, beyond the capacity, which tells; `flash_decode` gives NaN
+        for such rows.
 
         Args:
           key: of the cache's dtype, [B, T, K, H], or [B, K, H] for one position.
@@ -125,7 +132,7 @@ class KVCache:
 
 
 @jax.tree_util.register_dataclass
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PagedKVCache:
     """Keys and values in pages of a pool: position p of row b is in page
     page_table[b, p // page size], there at p % page size.
@@ -205,7 +212,8 @@ class PagedKVCache:
 
         Returns:
           A cache with position i of the prefill at i, where i is before the row's length. Nothing
-          else is written, so padding needs no pages.
+          else is written, so padding needs no pages. Inside `jax.jit` a length beyond T becomes one
+          beyond the capacity.
 
         Raises:
           ValueError: an argument is malformed, or, outside `jax.jit`, a length is not within 0, T
@@ -216,9 +224,11 @@ class PagedKVCache:
         lengths = _own(arguments.int32("lengths", lengths, (batch,)))
         page_table = _own(arguments.int32("page_table", page_table, (batch, None)))
         rows = (validate.size("pages", pages), validate.size("page_size", page_size, *_PAGE_SIZES))
-        validate.require_lengths("lengths", lengths, min(length, page_table.shape[1] * page_size))
+        capacity = page_table.shape[1] * rows[1]
+        validate.require_lengths("lengths", lengths, min(length, capacity))
         starts = jnp.zeros_like(lengths)
         validate.require_pages("page_table", page_table, starts, lengths, *rows)
+        lengths = jnp.where(lengths > length, capacity + 1, lengths)
 
         def write(new: Pair, *where: jax.Array) -> Pair:
             into = jax.tree.map(lambda x: jnp.zeros((*rows, *x.shape[2:]), x.dtype), new)
@@ -233,8 +243,9 @@ class PagedKVCache:
     def append(self, key: ArrayLike, value: ArrayLike) -> Self:
         """The cache with T more positions in every row, after those that the row has.
 
-        Inside `jax.jit` what does not fit, or has no page, is dropped. The lengths grow all the
-        same; `flash_decode` gives NaN for a row whose length is beyond the capacity.
+        Inside `jax.jit` what does not fit, or has no page, is dropped, as is all for a length below
+        0, which stays. Other lengths grow all the same. `flash_decode` gives NaN for a row whose
+        length is no more within the capacity, or that has no page for a key that it sees.
 
         Args:
           key: of the cache's dtype, [B, T, K, H], or [B, K, H] for one position.
@@ -261,13 +272,15 @@ def _append(cache: _AnyCache, key: ArrayLike, value: ArrayLike) -> _AnyCache:
     count = new[0].shape[1]
     validate.require_lengths("cache.lengths", lengths, cache.capacity)
     validate.require_room(lengths, count, cache.capacity)
-    stops = lengths + count
+    is_lost = lengths < 0
+    starts = jnp.where(is_lost, cache.capacity, lengths)
+    stops = jnp.where(is_lost, lengths, lengths + count)
     if page_table is None:
-        written = sharding.automatic(_write_rows, into)(into, new, lengths)
+        written = sharding.automatic(_write_rows, into)(into, new, starts)
     else:
-        validate.require_pages("cache.page_table", page_table, lengths, stops, *into[0].shape[:2])
+        validate.require_pages("cache.page_table", page_table, starts, stops, *into[0].shape[:2])
         write = sharding.automatic(_write_pages, into)
-        written = write(into, new, page_table, lengths, stops)
+        written = write(into, new, page_table, starts, stops)
     return replace(cache, key=written[0], value=written[1], lengths=stops)
 
 

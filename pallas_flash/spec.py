@@ -88,12 +88,12 @@ class DecodeOperands(NamedTuple):
     query: jax.Array  # [B, T, N, H]
     key: jax.Array  # [B, S, K, H], or with a page table [P, page size, K, H]
     value: jax.Array  # [B, S, K, Hv], or [P, page size, K, Hv]
-    # int32 [B]: how many positions of a row are valid, its queries' own included. Below 0 is as 0;
-    # a row beyond S gives NaN, out and lse.
+    # int32 [B]: how many positions of a row are valid, its queries' own included. A row with a
+    # length not within 0 and S gives NaN, out and lse.
     lengths: jax.Array
     # int32 [B, pages per row]: the page of the pages' first axis that holds a row's next positions.
-    # What lies past a row's length, or before its window, may be any number; other pages that do
-    # not exist give NaN.
+    # What lies past a row's length, or before its window, may be any number; another page that
+    # does not exist gives NaN to the queries that see it.
     page_table: jax.Array | None = None
     scale: jax.Array | None = None  # float32 []; None: that of `AttentionSpec`
     sinks: jax.Array | None = None  # float32 [N]

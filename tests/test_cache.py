@@ -512,11 +512,50 @@ def test_negative_lengths_are_refused_outside_jit(kind, rng):
 
 
 @both_kinds
-def test_what_comes_before_the_first_position_is_dropped_inside_jit(kind, rng):
+def test_a_length_below_0_stays_and_nothing_is_written_inside_jit(kind, rng):
     cache = prefilled(kind, *normal(rng, B, T), LENGTHS, page_table(rng))
-    cache = dataclasses.replace(cache, lengths=jnp.asarray([-1, -PAGE_SIZE, -CAPACITY]))
+    lengths = jnp.asarray([-1, -PAGE_SIZE, -CAPACITY])
+    cache = dataclasses.replace(cache, lengths=lengths)
+    got = jitted(cache, *normal(rng, B, 3))
+    assert_holds(got, (np.array(cache.key), np.array(cache.value), np.array(lengths)))
+
+
+@both_kinds
+def test_a_prefill_of_more_than_there_is_shows_inside_jit(kind, rng):
+    table = page_table(rng)
+    prefill = jax.jit(lambda lengths, *new: prefilled(kind, *new, lengths, table))
+    cache = prefill(jnp.asarray([T + 1, T, CAPACITY]), *normal(rng, B, T))
+    np.testing.assert_array_equal(cache.lengths, [CAPACITY + 1, T, CAPACITY + 1])
+
+
+def test_no_two_rows_write_to_one_page(rng):
+    shared = np.array([[0, 1, -1], [0, 2, -1], [3, 4, -1]], np.int32)
+    message = "^page_table: expected a page for positions 0 to 15 of row 1 that no other row writes"
+    with pytest.raises(ValueError, match=f"{message}.* to, got 0, to which row 0 writes$"):
+        prefilled(PagedKVCache, *normal(rng, B, T), (20, 20, 20), shared)
+    # A prefix that is read by both is well.
+    cache = PagedKVCache.empty(shared, PAGES, PAGE_SIZE, K, H, "float32", value_head_dim=Hv)
+    cache = dataclasses.replace(cache, lengths=jnp.asarray([16, 20, 0], jnp.int32))
     new = normal(rng, B, 3)
-    assert_holds(jitted(cache, *new), appended(cache, *new))
+    assert_holds(cache.append(*new), appended(cache, *new))
+    cache = dataclasses.replace(cache, lengths=jnp.asarray([15, 15, 0], jnp.int32))
+    with pytest.raises(ValueError, match=r"^cache\.page_table: expected .* of row 1 .*, got 0, to"):
+        cache.append(*new)
+
+
+def test_sizes_may_be_narrow_integers_of_numpy(rng):
+    key, value = normal(rng, 2, T)
+    cache = PagedKVCache.from_prefill(
+        key,
+        value,
+        [T, T],
+        page_table=np.arange(40).reshape(2, 20),
+        pages=np.uint8(40),
+        page_size=np.uint8(128),
+    )
+    assert cache.capacity == 20 * 128
+    np.testing.assert_array_equal(cache.key[0, :T], key[0])
+    assert KVCache.from_prefill(key, value, [T, T], capacity=np.int8(100)).capacity == 100
 
 
 @both_kinds

@@ -195,10 +195,27 @@ def test_a_page_that_is_needed_and_missing_gives_nan(implementation, page_size, 
 
 
 @EACH
-def test_a_row_beyond_its_cache_gives_nan(implementation, seed):
+def test_a_missing_page_is_nothing_to_tokens_before_it(implementation, seed):
+    case = dataclasses.replace(PAGED, T=5, query_offset=(61, 95, -5, 28))
+    case = dataclasses.replace(case, key_value_seq_lengths=(66, 100, 0, 33))
+    inputs = make_inputs(case, seed)
+    arguments = paged(inputs, 64, seed)
+    expected = decode(inputs, implementation, **arguments)
+    # It would hold positions 64 and 65, which are those of the last two tokens.
+    arguments["page_table"][0, 1] = -1
+    got = decode(inputs, implementation, **arguments)
+    for x, y in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(x[0, :3], y[0, :3])
+        assert np.isnan(np.asarray(x[0, 3:], np.float32)).all()
+    equal(got, expected, slice(1, None))
+
+
+@EACH
+def test_a_length_that_is_none_gives_nan(implementation, seed):
     inputs = make_inputs(SPLIT, seed)
     expected = decode(inputs, implementation)
     got = decode(inputs, implementation, lengths=jnp.array([300, 301, 16, -5], jnp.int32))
-    assert np.isnan(np.asarray(got.out[1], np.float32)).all()
-    assert np.isnan(got.lse[1]).all()
-    equal(got, expected, [0, 2, 3])
+    for row in (1, 3):
+        assert np.isnan(np.asarray(got.out[row], np.float32)).all()
+        assert np.isnan(got.lse[row]).all()
+    equal(got, expected, [0, 2])

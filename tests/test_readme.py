@@ -15,9 +15,9 @@ def blocks(language: str) -> list[str]:
 
 
 def test_the_examples_run(capsys):
-    """One after the other; the last is of a model that the reader has."""
-    *examples, policy = blocks("python")
-    assert "checkpoint_policies" in policy
+    """One after the other, but for the one of a model that the reader has."""
+    examples = [block for block in blocks("python") if "checkpoint_policies" not in block]
+    assert len(examples) == 3
     names = {}
     # What users have, not the suite's strict settings.
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

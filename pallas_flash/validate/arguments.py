@@ -74,6 +74,9 @@ def known(x: ArrayLike) -> np.ndarray | None:
     except (TypeError, ValueError):
         # A list that holds tracers, or rows of several lengths.
         return None
+    if array.size == 0 and isinstance(x, (list, tuple)):
+        # No numbers have no type, and NumPy's default is a float.
+        return array.astype(np.int32)
     return None if array.dtype == object else array
 
 

@@ -13,6 +13,7 @@ Pair = tuple[jax.Array, jax.Array]
 
 
 def size(name: str, x: object, least: int = 1, most: int | None = None) -> int:
+    """An int within both, as Python's own."""
     is_int = isinstance(x, (int, np.integer)) and not isinstance(x, bool)
     if not is_int or x < least or (most is not None and x > most):
         bounds = f">= {least}" if most is None else f"from {least} to {most}"
@@ -61,21 +62,21 @@ def key_value(key: ArrayLike, value: ArrayLike, owner: str = "") -> Pair:
     return key, value
 
 
-def require_capacity(key: jax.Array, capacity: int) -> None:
-    """Room for all that a prefill gave."""
-    if key.shape[1] > size("capacity", capacity):
+def require_room_for(key: jax.Array, capacity: int) -> None:
+    """For all that a prefill gave, padding included."""
+    if key.shape[1] > capacity:
         expected = f"at most {capacity} positions, the capacity, so with less padding"
         arguments.fail("key", expected, arguments.describe(key))
 
 
 def require_lengths(name: str, lengths: jax.Array, most: int) -> None:
-    for row, length in enumerate(_known(lengths)):
+    for row, length in enumerate(_values(lengths)):
         if not 0 <= length <= most:
             arguments.fail(name, f"0 to {most} for row {row}", length)
 
 
 def require_room(lengths: jax.Array, count: int, capacity: int) -> None:
-    for row, length in enumerate(_known(lengths)):
+    for row, length in enumerate(_values(lengths)):
         if length + count > capacity:
             room = f"at most {capacity - length} new positions for row {row}"
             arguments.fail("key", f"{room}, which holds {length} of {capacity}", count)
@@ -89,17 +90,23 @@ def require_pages(
     pages: int,
     page_size: int,
 ) -> None:
-    """A page for each position from a row's start on and before its stop."""
-    rows = zip(_known(page_table), _known(starts), _known(stops), strict=False)
+    """A page, and no other row's, for each position from a row's start on and before its stop."""
+    # Where one of them is not known, nothing is.
+    rows = zip(_values(page_table), _values(starts), _values(stops), strict=False)
+    owners: dict[int, int] = {}
     for row, (entries, start, stop) in enumerate(rows):
         for column in range(start // page_size, -(-stop // page_size)):
-            if not 0 <= entries[column] < pages:
-                begin = column * page_size
-                positions = f"positions {begin} to {begin + page_size - 1} of row {row}"
-                arguments.fail(name, f"a page of 0 to {pages - 1} for {positions}", entries[column])
+            page, begin = entries[column], column * page_size
+            positions = f"positions {begin} to {begin + page_size - 1} of row {row}"
+            if not 0 <= page < pages:
+                arguments.fail(name, f"a page of 0 to {pages - 1} for {positions}", page)
+            if page in owners:
+                what = f"a page for {positions} that no other row writes to"
+                arguments.fail(name, what, f"{page}, to which row {owners[page]} writes")
+        owners |= dict.fromkeys(entries[start // page_size : -(-stop // page_size)], row)
 
 
-def _known(x: jax.Array) -> list:
+def _values(x: jax.Array) -> list:
     """The numbers, where they can be had now; none while tracing, and of other hosts' arrays."""
     is_known = not isinstance(x, jax.core.Tracer) and x.is_fully_addressable
     return np.asarray(x).tolist() if is_known else []

@@ -151,13 +151,14 @@ def _write(
     out_ref: Any,
     *lse_ref: Any,
 ) -> None:
-    """The result of rows, with their sinks; NaN where the cache is shorter than the row."""
+    """The result of rows, with their sinks; NaN where a length is not within the cache."""
     if refs.sinks is not None:
         other = None if exists is None else 0.0
         sink = lowering.load(refs.sinks.at[head], mask=exists, other=other)
         out = tuple(natural.add_sink(x, lse, sink)[0] for x in out)
         lse = natural.add_sink(lse[..., None], lse, sink)[1]
-    is_beyond = refs.lengths[row.batch] > row.kernel.dims.key_length
+    length = refs.lengths[row.batch]
+    is_beyond = (length < 0) | (length > row.kernel.dims.key_length)
     out = tuple(jnp.where(is_beyond, jnp.nan, x) for x in out)
     memory.write(out_ref, row.batch, token, head, exists, out)
     for ref in lse_ref:
@@ -172,7 +173,8 @@ def _without_keys(
     result = jnp.zeros(out.shape, jnp.float32), jnp.full(lse.shape, -jnp.inf)
     if operands.sinks is not None:
         result = natural.add_sink(*result, operands.sinks[None, None])
-    is_beyond = (operands.lengths > dims.key_length)[:, None, None]
+    lengths = operands.lengths[:, None, None]
+    is_beyond = (lengths < 0) | (lengths > dims.key_length)
     return (
         jnp.where(is_beyond[..., None], jnp.nan, result[0]).astype(out.dtype),
         jnp.where(is_beyond, jnp.nan, result[1]),

@@ -14,38 +14,51 @@ def decode(spec: AttentionSpec, blocks: tuple[int, int], operands: DecodeOperand
     """Attention and its lse, with blocks of (block_q, block_k)."""
     dims = Dims.of(operands)
     lengths = jnp.clip(operands.lengths, 0, dims.key_length)
+    is_page_read = _is_page_read(spec, operands)
     result = forward(
         spec,
         blocks,
         Operands(
             query=operands.query,
-            key=_contiguous(spec, operands, operands.key),
-            value=_contiguous(spec, operands, operands.value),
+            # A missing page shows in the logits of the tokens that see it, and 0 * NaN in all.
+            key=_contiguous(operands.key, operands.page_table, is_page_read, jnp.nan),
+            value=_contiguous(operands.value, operands.page_table, is_page_read, 0.0),
             scale=operands.scale,
             query_offset=lengths - dims.query_length,
             key_value_seq_lengths=lengths,
             sinks=operands.sinks,
         ),
     )
-    is_beyond = (operands.lengths > dims.key_length)[:, None, None]
+    is_beyond = (lengths != operands.lengths)[:, None, None]
     return ForwardOutput(
         jnp.where(is_beyond[..., None], jnp.nan, result.out),
         jnp.where(is_beyond, jnp.nan, result.lse),
     )
 
 
-def _contiguous(spec: AttentionSpec, operands: DecodeOperands, pages: jax.Array) -> jax.Array:
-    """Pages [P, page size, K, ...] as a cache [B, S, K, ...]; NaN where there is no such page."""
-    table = operands.page_table
-    if table is None:
-        return pages
+def _is_page_read(spec: AttentionSpec, operands: DecodeOperands) -> jax.Array | None:
+    """Which pages of each row hold a key that is not before its window, [B, pages per row]."""
+    if operands.page_table is None or spec.left is None:
+        return None
+    page_size, pages_per_row = operands.key.shape[1], operands.page_table.shape[1]
+    first = operands.lengths - operands.query.shape[1] - spec.left
+    stop = (1 + jnp.arange(pages_per_row, dtype=jnp.int32)) * page_size
+    return stop[None, :] > first[:, None]
+
+
+def _contiguous(
+    cache: jax.Array,
+    page_table: jax.Array | None,
+    is_page_read: jax.Array | None,
+    missing: float,
+) -> jax.Array:
+    """Pages [P, page size, K, ...] as [B, S, K, ...]; `missing` where there is no such page."""
+    if page_table is None:
+        return cache
     # A negative index would count from the end.
-    page = jnp.where(table < 0, pages.shape[0], table)
-    cache = pages.at[page].get(mode="fill", fill_value=jnp.nan)
-    if spec.left is not None:
+    page = jnp.where(page_table < 0, cache.shape[0], page_table)
+    rows = cache.at[page].get(mode="fill", fill_value=missing)
+    if is_page_read is not None:
         # Pages before a window may have been given to others.
-        first = operands.lengths - operands.query.shape[1] - spec.left
-        stop = (1 + jnp.arange(table.shape[1], dtype=jnp.int32)) * pages.shape[1]
-        is_read = stop[None, :] > first[:, None]
-        cache = jnp.where(is_read[..., None, None, None], cache, 0)
-    return cache.reshape(table.shape[0], -1, *pages.shape[2:])
+        rows = jnp.where(is_page_read[..., None, None, None], rows, 0)
+    return rows.reshape(page.shape[0], -1, *cache.shape[2:])
