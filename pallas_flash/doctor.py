@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_flash import backends
-from pallas_flash.api import flash_attention_with_lse
-from pallas_flash.spec import AttentionOutput
+from pallas_flash.api import flash_attention_with_lse, flash_decode_with_lse
+from pallas_flash.spec import AttentionOutput, DecodeOperands
 from pallas_flash.testing import (
     Case,
     Inputs,
@@ -42,13 +42,20 @@ _SEED = 0
 _PLAIN = Case(T=16, S=16)
 
 # With a spread a row hangs on a few keys, and late rows are not small beside the first.
-_GROUPED = Case(B=1, T=150, S=150, N=4, K=2, H=64, is_causal=True, spread=2.0)
+_GROUPED = Case(B=1, T=150, S=150, N=4, K=2, H=64, is_causal=True, spread=2.0, dtype="bfloat16")
+
+# Two new tokens a row, the last row's its first, and keys enough for the kernels to split them.
+_DECODED = dataclasses.replace(
+    _GROUPED, B=3, T=2, S=320, query_offset=(318, 148, 0), key_value_seq_lengths=(320, 150, 2)
+)
+# The checks that ask `flash_decode` for it, and how many positions a page holds, if in pages.
+DECODING: Mapping[str, int | None] = {"decoding": None, "decoding in pages": 16}
 
 # Small, for in Pallas's interpreter the compilation of each takes seconds. Every row sees a key:
 # an lse of -inf would be an error to who has set `jax_debug_infs`.
 CHECKS: Mapping[str, Case] = {
-    "causal grouped-query float32": _GROUPED,
-    "causal grouped-query bfloat16": dataclasses.replace(_GROUPED, dtype="bfloat16"),
+    "causal grouped-query float32": dataclasses.replace(_GROUPED, dtype="float32"),
+    "causal grouped-query bfloat16": _GROUPED,
     "causal grouped-query float16, T < S": dataclasses.replace(
         _GROUPED, dtype="float16", T=33, query_offset=(117,)
     ),
@@ -57,6 +64,7 @@ CHECKS: Mapping[str, Case] = {
     ),
     "odd lengths": Case(T=57, S=101, key_value_seq_lengths=(101, 33)),
     "bias and mask": Case(T=40, S=72, bias="NTS", mask="BTS"),
+    **dict.fromkeys(DECODING, _DECODED),
 }
 
 
@@ -69,7 +77,7 @@ class Outcome:
       errors: `testing.error` of each output and gradient, by name; empty where there is none.
       budgets: how large each of them may be.
       forward_ms: wall time of a forward that gives the lse too, compiled before, in ms.
-      both_ms: likewise, of the forward and every gradient.
+      both_ms: likewise, of the forward and every gradient; None where there is no gradient.
     """
 
     implementation: str
@@ -281,10 +289,11 @@ def _implementations(
     return reasons, outcomes
 
 
-def _refusals(implementation: str, inputs: Inputs, place: jax.Device) -> tuple[str, ...]:
+def _refusals(name: str, inputs: Inputs, place: jax.Device, check: str = "") -> tuple[str, ...]:
     with jax.default_device(place):
-        backend = backends.load(implementation)
-        return tuple(backends.unsupported_reasons(backend, *inputs.spec_and_operands()))
+        spec, operands = inputs.spec_and_operands()
+        call = _decoding(check, operands._asdict()) if check in DECODING else operands
+        return tuple(backends.unsupported_reasons(backends.load(name), spec, call))
 
 
 def try_check(implementation: str, check: str, place: jax.Device) -> Outcome:
@@ -292,13 +301,15 @@ def try_check(implementation: str, check: str, place: jax.Device) -> Outcome:
     outcome = Outcome(implementation, check, "right")
     try:
         inputs = make_inputs(CHECKS[check], _SEED)
-        if reasons := _refusals(implementation, inputs, place):
+        if reasons := _refusals(implementation, inputs, place, check):
             return dataclasses.replace(outcome, verdict=f"cannot: {'; '.join(reasons)}")
-        truth = _truth(CHECKS[check], place)
-        attention = functools.partial(flash_attention_with_lse, implementation=implementation)
+        decodes = check in DECODING
+        truth = _truth(CHECKS[check], place, not decodes)
+        attention = functools.partial(_decode, check) if decodes else flash_attention_with_lse
+        attention = functools.partial(attention, implementation=implementation)
         # A GPU may multiply float32 as TF32, and then the budget of one call is luck.
         with jax.default_device(place), jax.default_matmul_precision("highest"):
-            results = evaluate(attention, inputs)
+            results = evaluate(attention, inputs, with_gradients=not decodes)
             call = (attention, tuple(inputs.options.items()), *split(inputs))
             wrong = truth.wrong(results)
             return dataclasses.replace(
@@ -307,18 +318,34 @@ def try_check(implementation: str, check: str, place: jax.Device) -> Outcome:
                 errors={name: error(results[name], x) for name, x in truth.expected.items()},
                 budgets=truth.budget,
                 forward_ms=_milliseconds(jitted_forward, *call[:-1]),
-                both_ms=_milliseconds(jitted, *call),
+                both_ms=None if decodes else _milliseconds(jitted, *call),
             )
     # Compilers and drivers raise errors of their own, and one that fails must not hide the others.
     except Exception as problem:
         return dataclasses.replace(outcome, verdict=f"FAILED: {_told(problem)}")
 
 
+def _decode(check: str, *, implementation: str, **arguments: Any) -> AttentionOutput:
+    """What `flash_attention_with_lse` gives, by decoding."""
+    *arrays, page_table, _, _ = _decoding(check, arguments)
+    return flash_decode_with_lse(*arrays, page_table=page_table, implementation=implementation)
+
+
+def _decoding(check: str, arguments: Mapping[str, Any]) -> DecodeOperands:
+    """The same call, from attention's arguments. Of the pages, the last stands first."""
+    query, lengths = arguments["query"], arguments["key_value_seq_lengths"]
+    key, value, page_table = arguments["key"], arguments["value"], None
+    if page_size := DECODING[check]:
+        key, value = (jnp.flip(x.reshape(-1, page_size, *x.shape[2:]), 0) for x in (key, value))
+        page_table = jnp.flip(jnp.arange(len(key), dtype=jnp.int32)).reshape(len(query), -1)
+    return DecodeOperands(query, key, value, lengths, page_table)
+
+
 @functools.cache
-def _truth(case: Case, place: jax.Device) -> Truth:
+def _truth(case: Case, place: jax.Device, with_gradients: bool) -> Truth:
     """Of a case, with plain attention, from which the budget comes, on the device. Kept."""
     with jax.default_device(place), jax.default_matmul_precision("highest"):
-        return Truth.of(make_inputs(case, _SEED))
+        return Truth.of(make_inputs(case, _SEED), with_gradients=with_gradients)
 
 
 def _milliseconds(program: Callable[..., Any], *args: Any) -> float:
@@ -360,14 +387,14 @@ def _cells(outcome: Outcome) -> tuple[str, ...]:
     if not outcome.errors:
         return outcome.implementation, outcome.check, *[""] * 5, outcome.verdict
     gradients = [name for name in outcome.errors if name not in AttentionOutput._fields]
-    worst = max(gradients, key=outcome.share)
+    worst = max(gradients, key=outcome.share, default="")
     return (
         outcome.implementation,
         outcome.check,
         f"{outcome.errors['out']:.1e}",
-        f"{worst} {outcome.errors[worst]:.1e}",
+        worst and f"{worst} {outcome.errors[worst]:.1e}",
         f"{max(map(outcome.share, outcome.errors)):.2g}",
         f"{outcome.forward_ms:.2f}",
-        f"{outcome.both_ms:.2f}",
+        "" if outcome.both_ms is None else f"{outcome.both_ms:.2f}",
         outcome.verdict,
     )

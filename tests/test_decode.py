@@ -141,18 +141,19 @@ def paged(inputs: Inputs, page_size: int, seed: int) -> dict[str, np.ndarray]:
     lengths = inputs.arrays["key_value_seq_lengths"]
     (batch, capacity), rest = inputs.arrays["key"].shape[:2], inputs.arrays["key"].shape[2:]
     pages_per_row = capacity // page_size
-    pages = 2 * batch * pages_per_row
-    table = rng.permutation(pages)[: batch * pages_per_row].reshape(batch, -1).astype(np.int32)
+    pages = 2 * batch * pages_per_row - 1
+    # The first is nobody's: who reads it in another's place reads NaN.
+    table = 1 + rng.permutation(pages)[: batch * pages_per_row].reshape(batch, -1).astype(np.int32)
     caches = {}
     for name in ("key", "value"):
         x = inputs.arrays[name]
-        cache = np.full((pages, page_size, *rest), np.nan, x.dtype)
+        cache = np.full((1 + pages, page_size, *rest), np.nan, x.dtype)
         cache[table] = x.reshape(batch, pages_per_row, page_size, *rest)
         caches[f"{name}_cache"] = cache
     # What is not needed may be anything.
     needed = -(-lengths // page_size)
     unneeded = np.arange(pages_per_row) >= needed[:, None]
-    table[unneeded] = rng.choice([-1, -(2**31), pages, 2**31 - 1], unneeded.sum())
+    table[unneeded] = rng.choice([-1, -(2**31), 1 + pages, 2**31 - 1], unneeded.sum())
     return {**caches, "page_table": table}
 
 

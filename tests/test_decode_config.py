@@ -60,6 +60,8 @@ def test_no_part_is_empty_where_a_row_is_full(S, left, multiprocessors):
 def test_configs_validate_themselves(splits):
     with pytest.raises(ValueError, match=r"^splits: expected an int, 1 to 1024, got "):
         DecodeConfig(TILE, splits)
+    with pytest.raises(ValueError, match=r"^tile: expected a Config, got None"):
+        DecodeConfig(None, 2)
 
 
 def decode(operands: DecodeOperands, precision: str) -> tuple[jax.Array, jax.Array | None]:

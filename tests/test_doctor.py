@@ -17,6 +17,7 @@ import pytest
 from pallas_flash import IMPLEMENTATIONS, backends, doctor
 from pallas_flash.__main__ import main
 from pallas_flash.backends.xla import XlaBackend
+from pallas_flash.spec import DecodeOperands
 from pallas_flash.testing import Case, Inputs, make_inputs
 
 ROOT = Path(__file__).parent.parent
@@ -43,6 +44,13 @@ def small(monkeypatch):
     monkeypatch.setattr(backends, "IMPLEMENTATIONS", ("xla",))
 
 
+@pytest.fixture
+def decoding(monkeypatch):
+    """The two checks that decode, of plain XLA alone."""
+    monkeypatch.setattr(doctor, "CHECKS", {name: doctor.CHECKS[name] for name in doctor.DECODING})
+    monkeypatch.setattr(backends, "IMPLEMENTATIONS", ("xla",))
+
+
 def verdicts(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, list[str]]:
     """The exit code and the verdicts of the command, with --json."""
     code = main(["doctor", "--json", *arguments])
@@ -64,15 +72,20 @@ def test_all_is_right_on_a_cpu():
     assert can_run == {"triton": False, "interpret": True, "xla": True}
     tried = [(check["implementation"], check["check"]) for check in report["checks"]]
     assert tried == [(name, check) for name in ("interpret", "xla") for check in doctor.CHECKS]
+    assert {"decoding", "decoding in pages"} == doctor.DECODING.keys() < doctor.CHECKS.keys()
     for check in report["checks"]:
         if check["implementation"] == "interpret" and check["check"] == "bias and mask":
             assert check["verdict"].startswith("cannot: the kernels do not read a bias")
             continue
         assert check["verdict"] == "right"
-        assert check["errors"].keys() == check["budgets"].keys() >= {"out", "lse", "dquery"}
         assert all(check["errors"][name] <= x for name, x in check["budgets"].items())
         assert check["forward_ms"] > 0
-        assert check["both_ms"] > 0
+        if check["check"] in doctor.DECODING:
+            assert check["errors"].keys() == check["budgets"].keys() == {"out", "lse"}
+            assert check["both_ms"] is None
+        else:
+            assert check["errors"].keys() == check["budgets"].keys() >= {"out", "lse", "dquery"}
+            assert check["both_ms"] > 0
 
 
 def test_without_devices_nothing_can_be_checked():
@@ -187,6 +200,63 @@ def test_a_wrong_gradient(small, monkeypatch, capsys):
     text = capsys.readouterr().out
     assert "dkey 5.0e-02" in text
     assert text.splitlines()[-1] == "2 of 2 checks went wrong."
+
+
+def test_wrong_decoding(decoding, monkeypatch, capsys):
+    decode = XlaBackend.decode
+
+    def off(*args, **options):
+        result = decode(*args, **options)
+        return result._replace(out=1.05 * result.out)
+
+    monkeypatch.setattr(XlaBackend, "decode", off)
+    code, found = verdicts(capsys)
+    assert code == 1
+    assert len(found) == 2
+    assert all(verdict.startswith("WRONG: out: error ") for verdict in found)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "2 of 2 checks went wrong."
+
+
+def test_pages_in_a_wrong_order(decoding, monkeypatch, capsys):
+    decode = XlaBackend.decode
+
+    def in_order(self, spec, operands: DecodeOperands, **options):
+        table = operands.page_table
+        if table is not None:
+            table = np.arange(table.size, dtype=np.int32).reshape(table.shape)
+        return decode(self, spec, operands._replace(page_table=table), **options)
+
+    monkeypatch.setattr(XlaBackend, "decode", in_order)
+    code, (contiguous, in_pages) = verdicts(capsys)
+    assert code == 1
+    assert contiguous == "right"
+    assert in_pages.startswith("WRONG: out: error ")
+
+
+def test_decoding_has_reasons_of_its_own(decoding, monkeypatch, capsys):
+    def unpaged(self, spec, operands, device):
+        assert spec.is_causal == isinstance(operands, DecodeOperands)
+        return ("no pages",) if getattr(operands, "page_table", None) is not None else ()
+
+    monkeypatch.setattr(XlaBackend, "unsupported_reasons", unpaged)
+    assert verdicts(capsys) == (0, ["right", "cannot: no pages"])
+
+
+def test_decoding_has_no_gradients(decoding, capsys):
+    assert main(["doctor"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    heading = next(line for line in lines if line.startswith("implementation"))
+    rows = lines[lines.index(heading) + 1 :][:2]
+    for row, name in zip(rows, doctor.DECODING, strict=True):
+        cells = row.removeprefix("xla").lstrip().removeprefix(name).split()
+        error, share, milliseconds, verdict = cells
+        assert all(float(cell) > 0 for cell in (error, share, milliseconds))
+        # Each under its heading's end, and nothing under those of gradients.
+        for title, cell in (("out", error), ("of budget", share), (" ms", milliseconds)):
+            end = heading.index(title) + len(title)
+            assert row[:end].endswith(cell)
+        assert row[heading.index("verdict") :] == verdict == "right"
 
 
 def test_an_output_that_is_no_number(small, monkeypatch, capsys):

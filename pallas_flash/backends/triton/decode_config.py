@@ -6,7 +6,9 @@ compute capability 8.0 or later has, which a test holds.
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_flash.backends.triton.config import (
     SMALLEST,
@@ -39,6 +41,14 @@ class DecodeConfig:
     def tiles(self, dims: Dims) -> int:
         """How many there are for one key head of one batch row."""
         return -(-dims.query_length * dims.group // self.tile.block_q)
+
+    def part_size(self, blocks: jax.Array) -> jax.Array:
+        """How many of a row's so many blocks, int32 [], each of its parts has.
+
+        Parts are as long as the row has it, and not as its cache would: then a row that is far
+        shorter has fewer parts, and most of the GPU nothing to do.
+        """
+        return lax.div(blocks + (self.splits - 1), jnp.int32(self.splits))
 
     @property
     def padded_splits(self) -> int:
