@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from pallas_flash.backends.triton import lowering
-from pallas_flash.backends.triton.config import Config
 
 SHAPE = (64, 128)
 
@@ -40,7 +39,8 @@ def evaluated(request):
             name="instruction",
             programs=1,
             outputs=jax.ShapeDtypeStruct(SHAPE, jnp.float32),
-            config=Config(16, 16, 4, 1),
+            num_warps=4,
+            num_stages=1,
             interpret=interpret,
             like=like,
         )
