@@ -230,21 +230,16 @@ PEERS = {
 }
 
 # Those that a suite asks by default; the others are parts of one suite, or for a look beside.
-DEFAULT = tuple(
-    name
-    for name in PEERS
-    if name
-    not in (
-        "ours-xla",
-        DECODE,
-        "ours-paged",
-        "mha",
-        "mha-128x32",
-        "mha-64x64",
-        "pallas-decode",
-        "flash-1",
-        "three-steps",
-    )
+DEFAULT = (
+    OURS,
+    CUDNN,
+    "jax-xla",
+    "mha-128x64",
+    "tokamax-triton",
+    "tokamax-mosaic",
+    "torch-flash",
+    "torch-cudnn",
+    "triton",
 )
 QUICK = (OURS, CUDNN, "jax-xla")
 

@@ -106,7 +106,7 @@ class KVCache:
         """
         key, value = validate.key_value(key, value)
         batch, length = key.shape[:2]
-        lengths = _own(arguments.int32("lengths", lengths, (batch,)))
+        lengths = arguments.int32("lengths", lengths, (batch,))
         capacity = validate.size("capacity", capacity)
         validate.require_room_for(key, capacity)
         validate.require_lengths("lengths", lengths, length)
@@ -221,7 +221,7 @@ class PagedKVCache:
         """
         key, value = validate.key_value(key, value)
         batch, length = key.shape[:2]
-        lengths = _own(arguments.int32("lengths", lengths, (batch,)))
+        lengths = arguments.int32("lengths", lengths, (batch,))
         page_table = _own(arguments.int32("page_table", page_table, (batch, None)))
         rows = (validate.size("pages", pages), validate.size("page_size", page_size, *_PAGE_SIZES))
         capacity = page_table.shape[1] * rows[1]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
-from pallas_flash.spec import DecodeOperands, ForwardOutput, Operands
+from pallas_flash.spec import AnyOperands, DecodeOperands, ForwardOutput, Operands
 
 Call = TypeVar("Call", Operands, DecodeOperands)
 
@@ -62,9 +62,7 @@ def automatic(function: Callable, out_like: Any) -> Callable:
     return jax.sharding.auto_axes(function, out_sharding=specs)
 
 
-def forward_like(
-    operands: Operands | DecodeOperands, with_lse: bool, with_statistics: bool
-) -> ForwardOutput:
+def forward_like(operands: AnyOperands, with_lse: bool, with_statistics: bool) -> ForwardOutput:
     """How the results of a forward are sharded: rows as the query's, features whole."""
     batch, length, heads = jax.typeof(operands.query).sharding.spec[:3]
     rows = (batch, length, heads)

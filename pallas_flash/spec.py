@@ -99,6 +99,8 @@ class DecodeOperands(NamedTuple):
     sinks: jax.Array | None = None  # float32 [N]
 
 
+AnyOperands = Operands | DecodeOperands
+
 # The operands that a gradient is taken in.
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks", "scale")
 
@@ -130,7 +132,7 @@ class Dims:
         return self.query_heads // self.key_heads
 
     @classmethod
-    def of(cls, operands: Operands | DecodeOperands) -> Self:
+    def of(cls, operands: AnyOperands) -> Self:
         """The sizes of operands that have been validated."""
         batch, query_length, query_heads, head_dim = operands.query.shape
         _, key_length, key_heads, value_head_dim = operands.value.shape

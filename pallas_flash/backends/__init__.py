@@ -14,6 +14,7 @@ import jax.export
 import jax.numpy as jnp
 
 from pallas_flash.spec import (
+    AnyOperands,
     AttentionSpec,
     DecodeOperands,
     ForwardOutput,
@@ -82,7 +83,7 @@ class Backend(Protocol):
         ...
 
     def unsupported_reasons(
-        self, spec: AttentionSpec, operands: Operands | DecodeOperands, device: Device
+        self, spec: AttentionSpec, operands: AnyOperands, device: Device
     ) -> tuple[str, ...]:
         """Why it cannot run such a call, a sentence each; empty where it can."""
         ...
@@ -116,9 +117,7 @@ _CPU_ALGORITHMS = (
 )
 
 
-def missing_product(
-    spec: AttentionSpec, operands: Operands | DecodeOperands, device: Device
-) -> tuple[str, ...]:
+def missing_product(spec: AttentionSpec, operands: AnyOperands, device: Device) -> tuple[str, ...]:
     """A reason not to run where XLA has no product of the precision asked for; else empty."""
     precision = spec.precision
     is_known = (
@@ -151,7 +150,7 @@ def load(name: str) -> Backend:
 def select(
     implementation: str | Backend | None,
     spec: AttentionSpec,
-    operands: Operands | DecodeOperands,
+    operands: AnyOperands,
 ) -> Backend:
     """The backend that runs the call: the one named, or else the first candidate that can.
 
@@ -182,13 +181,13 @@ def select(
 
 
 def unsupported_reasons(
-    backend: Backend, spec: AttentionSpec, operands: Operands | DecodeOperands
+    backend: Backend, spec: AttentionSpec, operands: AnyOperands
 ) -> tuple[str, ...]:
     """Why the backend cannot run the call where its query is; empty where it can."""
     return backend.unsupported_reasons(spec, operands, Device.of(operands.query))
 
 
-def _described(spec: AttentionSpec, operands: Operands | DecodeOperands) -> str:
+def _described(spec: AttentionSpec, operands: AnyOperands) -> str:
     """A call by its arrays, its options where not default, and its device."""
     arrays = [
         f"{name} {x.dtype}{list(x.shape)}"

@@ -14,6 +14,8 @@ from pallas_flash.spec import DTYPES
 # position without a wrap; a window that reaches farther than that reaches everything.
 FARTHEST = 2**29
 
+ONE_OF_DTYPES = f"one of {', '.join(jnp.dtype(dtype).name for dtype in DTYPES)}"
+
 
 def fail(name: str, expected: str, got: object) -> NoReturn:
     raise ValueError(f"{name}: expected {expected}, got {got}")
@@ -41,7 +43,7 @@ def agree(arrays: Mapping[str, jax.Array]) -> None:
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         fail(
             ", ".join(arrays),
-            f"one dtype for all three, one of {', '.join(jnp.dtype(d).name for d in DTYPES)}",
+            f"one dtype for all three, {ONE_OF_DTYPES}",
             ", ".join(f"{name} {x.dtype}" for name, x in arrays.items()),
         )
     heads, key_heads = q.shape[-2], k.shape[-2]
@@ -57,12 +59,16 @@ def integers(
     name: str, x: ArrayLike, shapes: Collection[tuple[int, ...]]
 ) -> np.ndarray | jax.Array:
     """An integer array of one of the shapes; what is not JAX's keeps all its bits."""
-    wide = known(x)
-    x = wide if isinstance(wide, np.ndarray) else array(name, x)
+    x = _numbers(name, x)
     expected = "an integer array of shape " + " or ".join(str(list(shape)) for shape in shapes)
     is_integer = jnp.issubdtype(x.dtype, jnp.integer)
     require(is_integer and x.shape in shapes, name, expected, x)
     return x
+
+
+def _numbers(name: str, x: ArrayLike) -> np.ndarray | jax.Array:
+    wide = known(x)
+    return wide if isinstance(wide, np.ndarray) else array(name, x)
 
 
 def known(x: ArrayLike) -> np.ndarray | None:
@@ -88,8 +94,7 @@ def int32(name: str, x: ArrayLike, shape: tuple[int | None, ...]) -> jax.Array:
       x: the argument.
       shape: its shape, with None for any size above zero.
     """
-    wide = known(x)
-    x = wide if isinstance(wide, np.ndarray) else array(name, x)
+    x = _numbers(name, x)
     fits = x.ndim == len(shape) and all(
         size > 0 if wanted is None else size == wanted
         for size, wanted in zip(x.shape, shape, strict=True)

@@ -28,7 +28,7 @@ def dtype(x: DTypeLike) -> np.dtype:
     except TypeError:
         is_known = False
     if not is_known:
-        arguments.fail("dtype", _one_of_dtypes(), f"{x!r:.80}")
+        arguments.fail("dtype", arguments.ONE_OF_DTYPES, f"{x!r:.80}")
     return jnp.dtype(x)
 
 
@@ -53,7 +53,7 @@ def key_value(key: ArrayLike, value: ArrayLike, owner: str = "") -> Pair:
     """Both as arrays that agree with each other; `owner` comes before their names."""
     key, value = _array(f"{owner}key", key), _array(f"{owner}value", value)
     if key.ndim != 4 or min(key.shape[2:]) == 0 or key.dtype not in DTYPES:
-        expected = f"{_one_of_dtypes()}, of 4 dims [..., K, H] with K and H above zero"
+        expected = f"{arguments.ONE_OF_DTYPES}, of 4 dims [..., K, H] with K and H above zero"
         arguments.fail(f"{owner}key", expected, arguments.describe(key))
     fits = value.ndim == 4 and value.shape[:3] == key.shape[:3] and value.shape[3] > 0
     if not fits or value.dtype != key.dtype:
@@ -116,7 +116,3 @@ def _array(name: str, x: ArrayLike) -> jax.Array:
     array = arguments.array(name, x)
     # Never weakly typed: a cache has one type from its first step on.
     return jnp.asarray(array, array.dtype)
-
-
-def _one_of_dtypes() -> str:
-    return f"one of {', '.join(jnp.dtype(dtype).name for dtype in DTYPES)}"

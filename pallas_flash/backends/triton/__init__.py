@@ -10,6 +10,7 @@ from pallas_flash.backends import Device, missing_product
 from pallas_flash.backends.triton import config
 from pallas_flash.backends.triton.decode_config import DecodeConfig, pick_decode
 from pallas_flash.spec import (
+    AnyOperands,
     AttentionSpec,
     DecodeOperands,
     Dims,
@@ -46,7 +47,7 @@ class TritonBackend:
         return "interpret" if self.interpret else "triton"
 
     def unsupported_reasons(
-        self, spec: AttentionSpec, operands: Operands | DecodeOperands, device: Device
+        self, spec: AttentionSpec, operands: AnyOperands, device: Device
     ) -> tuple[str, ...]:
         """Why this backend cannot run the call."""
         reasons = []

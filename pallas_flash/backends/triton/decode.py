@@ -27,13 +27,11 @@ class _Keys(NamedTuple):
     batch: jax.Array  # int32 [] or [block_k], along the cache's first axis: batch row or page
     rows: jax.Array  # int32 [block_k], along its second
     exists: jax.Array  # bool [block_k], False also where there is no page
-    has_page: jax.Array | None  # bool [] or [1, block_k]; None without pages
+    has_page: jax.Array | None  # bool [] or [block_k]; None without pages
 
 
-def _locate(row: tile.BatchRow, refs: Any, block: jax.Array) -> _Keys:
-    block_k = row.kernel.config.block_k
-    first = block * block_k
-    columns = first + jnp.arange(block_k, dtype=jnp.int32)
+def _locate(row: tile.BatchRow, refs: Any, block: jax.Array, columns: jax.Array) -> _Keys:
+    """Those of a block, which are at the positions `columns`."""
     exists = columns < row.key_length
     left = row.kernel.spec.left
     if left is not None:
@@ -41,17 +39,17 @@ def _locate(row: tile.BatchRow, refs: Any, block: jax.Array) -> _Keys:
         exists &= columns >= row.query_offset - left
     if refs.page_table is None:
         return _Keys(row.batch, columns, exists, None)
+    block_k = row.kernel.config.block_k
     pages, page_size = refs.key.shape[:2]
     if page_size % block_k == 0:
         # A block that is needed holds a key that exists.
-        which = lax.div(first, jnp.int32(page_size))
+        which = lax.div(block * block_k, jnp.int32(page_size))
         page = refs.page_table[row.batch, which]
-        has_page = (page >= 0) & (page < pages)
-        return _Keys(page, columns - which * page_size, exists & has_page, has_page)
-    which = lax.div(columns, jnp.int32(page_size))
-    page = lowering.load(refs.page_table.at[row.batch, which], mask=exists, other=0)
+    else:
+        which = lax.div(columns, jnp.int32(page_size))
+        page = lowering.load(refs.page_table.at[row.batch, which], mask=exists, other=0)
     has_page = (page >= 0) & (page < pages)
-    return _Keys(page, columns - which * page_size, exists & has_page, has_page[None, :])
+    return _Keys(page, columns - which * page_size, exists & has_page, has_page)
 
 
 def _blocks(row: tile.BatchRow) -> tuple[jax.Array, jax.Array]:
@@ -81,12 +79,13 @@ def _kernel(
     q = row.signed(memory.read(refs.query, batch, token, head, exists))
 
     def key_block(block: jax.Array, state: softmax.SoftmaxState) -> softmax.SoftmaxState:
-        keys = _locate(row, refs, block)
+        columns, _ = row.columns(block, is_full=False)
+        keys = _locate(row, refs, block, columns)
         where = (keys.batch, keys.rows, key_head, keys.exists)
-        columns = block * config.block_k + jnp.arange(config.block_k, dtype=jnp.int32)
         product = row.dot(q, memory.read(refs.key, *where))
         if keys.has_page is not None:
-            product = jnp.where(keys.has_page, product, jnp.nan)
+            has_page = keys.has_page[None, :] if keys.has_page.ndim else keys.has_page
+            product = jnp.where(has_page, product, jnp.nan)
         score = row.tile(product, token[:, None], columns[None, :], is_full=False).score
 
         def weigh(p: jax.Array) -> tuple[jax.Array, ...]:
@@ -145,29 +144,28 @@ def _write(
     if refs.sinks is not None:
         other = None if exists is None else 0.0
         sink = lowering.load(refs.sinks.at[head], mask=exists, other=other)
-        out = tuple(natural.add_sink(x, lse, sink)[0] for x in out)
-        lse = natural.add_sink(lse[..., None], lse, sink)[1]
-    length = refs.lengths[row.batch]
-    is_beyond = (length < 0) | (length > row.kernel.dims.key_length)
-    out = tuple(jnp.where(is_beyond, jnp.nan, x) for x in out)
+        joined = [natural.add_sink(x, lse, sink) for x in out]
+        out, lse = tuple(x for x, _ in joined), joined[0][1]
+    # The row has it within the cache.
+    is_outside = refs.lengths[row.batch] != row.key_length
+    out = tuple(jnp.where(is_outside, jnp.nan, x) for x in out)
     memory.write(out_ref, row.batch, token, head, exists, out)
     for ref in lse_ref:
-        lse = jnp.where(is_beyond, jnp.nan, lse)
+        lse = jnp.where(is_outside, jnp.nan, lse)
         lowering.store(ref.at[row.batch, token, head], lse, mask=exists)
 
 
 def _without_keys(
-    dims: Dims, operands: DecodeOperands, out: jax.ShapeDtypeStruct, lse: jax.ShapeDtypeStruct
+    operands: DecodeOperands, out: jax.ShapeDtypeStruct, lse: jax.ShapeDtypeStruct
 ) -> tuple[jax.Array, jax.Array]:
-    """The result where a cache has no room for any key, or nothing is asked for."""
+    """The result where nothing is asked for, or of a cache that has no room for any key."""
     result = jnp.zeros(out.shape, jnp.float32), jnp.full(lse.shape, -jnp.inf)
     if operands.sinks is not None:
         result = natural.add_sink(*result, operands.sinks[None, None])
-    lengths = operands.lengths[:, None, None]
-    is_beyond = (lengths < 0) | (lengths > dims.key_length)
+    is_outside = (operands.lengths != 0)[:, None, None]
     return (
-        jnp.where(is_beyond[..., None], jnp.nan, result[0]).astype(out.dtype),
-        jnp.where(is_beyond, jnp.nan, result[1]),
+        jnp.where(is_outside[..., None], jnp.nan, result[0]).astype(out.dtype),
+        jnp.where(is_outside, jnp.nan, result[1]),
     )
 
 
@@ -186,7 +184,7 @@ def decode(
     lse = jax.ShapeDtypeStruct(rows, jnp.float32)
     outputs = [out, lse] if with_lse else [out]
     if 0 in (dims.batch, dims.query_length, dims.key_length):
-        empty = sharding.vary_like(_without_keys(dims, operands, out, lse), operands.query)
+        empty = sharding.vary_like(_without_keys(operands, out, lse), operands.query)
         return ForwardOutput(*empty[: len(outputs)])
     kernel = tile.Kernel(spec, dims, cut.tile, interpret, is_forward=True, gives_lse=True)
     launch = functools.partial(lowering.launch, interpret=interpret, like=operands.query)

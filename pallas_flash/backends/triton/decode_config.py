@@ -26,7 +26,7 @@ class DecodeConfig:
 
     Attributes:
       tile: its tiles. Their rows are pairs of a new token and a query head of one group.
-      splits: into how many parts, each the work of a program, a row's blocks are dealt; 1 to 1024.
+      splits: into how many parts, each the work of a program, a row's blocks are split; 1 to 1024.
     """
 
     tile: Config
@@ -45,8 +45,8 @@ class DecodeConfig:
     def part_size(self, blocks: jax.Array) -> jax.Array:
         """How many of a row's so many blocks, int32 [], each of its parts has.
 
-        Parts are as long as the row has it, and not as its cache would: then a row that is far
-        shorter has fewer parts, and most of the GPU nothing to do.
+        That hangs on the row and not on its cache: of a row that is far shorter, most parts of the
+        cache would be empty, and most of the GPU had nothing to do.
         """
         return lax.div(blocks + (self.splits - 1), jnp.int32(self.splits))
 

@@ -9,6 +9,7 @@ from pallas_flash.backends.xla.backward import backward
 from pallas_flash.backends.xla.decode import decode
 from pallas_flash.backends.xla.forward import forward
 from pallas_flash.spec import (
+    AnyOperands,
     AttentionSpec,
     DecodeOperands,
     ForwardOutput,
@@ -40,7 +41,7 @@ class XlaBackend:
         return "xla"
 
     def unsupported_reasons(
-        self, spec: AttentionSpec, operands: Operands | DecodeOperands, device: Device
+        self, spec: AttentionSpec, operands: AnyOperands, device: Device
     ) -> tuple[str, ...]:
         """Why this backend cannot run the call."""
         return missing_product(spec, operands, device)

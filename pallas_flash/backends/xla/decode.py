@@ -29,10 +29,10 @@ def decode(spec: AttentionSpec, blocks: tuple[int, int], operands: DecodeOperand
             sinks=operands.sinks,
         ),
     )
-    is_beyond = (lengths != operands.lengths)[:, None, None]
+    is_outside = (lengths != operands.lengths)[:, None, None]
     return ForwardOutput(
-        jnp.where(is_beyond[..., None], jnp.nan, result.out),
-        jnp.where(is_beyond, jnp.nan, result.lse),
+        jnp.where(is_outside[..., None], jnp.nan, result.out),
+        jnp.where(is_outside, jnp.nan, result.lse),
     )
 
 
