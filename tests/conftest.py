@@ -29,6 +29,12 @@ def seed() -> int:
 
 
 @pytest.fixture
+def rng(seed) -> np.random.Generator:
+    """Of that seed."""
+    return np.random.default_rng(seed)
+
+
+@pytest.fixture
 def on_cpu():
     """Pallas's interpreter makes programs for any machine, and for a GPU needlessly slow ones."""
     with jax.default_device(jax.devices("cpu")[0]):
