@@ -98,8 +98,11 @@ def speeds(suite: Record, folder: Path, name: str) -> str:
     )
     about = f"{metric.title}, {' / '.join(timed)}. {_about(suite['header'])}"
     hidden = [f"{peer} has no figure at all." for peer in asked if peer not in shown]
-    dash = f"{'Every other' if notes else 'Every'} dash is a refusal; reasons are in {name}.json."
-    table = "\n".join([about, *notes, *hidden, dash, "", *_table(heading, lines)])
+    refused = []
+    if any(row["reason"].startswith("refused") for job in suite["jobs"] for row in job["rows"]):
+        dash = "Every other dash" if notes else "Every dash"
+        refused = [f"{dash} is a refusal; reasons are in {name}.json."]
+    table = "\n".join([about, *notes, *hidden, *refused, "", *_table(heading, lines)])
     return table + _plots(folder, name)
 
 

@@ -272,6 +272,12 @@ def test_a_wrong_peer_is_published_as_wrong():
     assert line.endswith("| - / - |")
 
 
+@pytest.mark.parametrize("name", ["headline", "decode"])
+def test_dashes_are_explained_where_there_are_any(name):
+    text = publish.text({name: publish.load(publish.RESULTS)[name]}, publish.RESULTS)
+    assert (" dash is a refusal; " in text) == (" - |" in text)
+
+
 @pytest.mark.parametrize(
     ("peers", "sentence"),
     [
