@@ -5,13 +5,13 @@ same verbs, and either serves attention over key, value, lengths and page_table.
 
 What a row's length does not cover means nothing, so a decoder that guessed ahead takes back the
 tokens that were rejected by `dataclasses.replace(cache, lengths=...)`. Where caches of several
-layers are donated together, that belongs inside `jax.jit`, or each needs a copy of its own: a
-buffer can be donated once.
+layers are donated together, that belongs inside `jax.jit`, or each needs a copy of its own, of a
+page table too: a buffer can be donated once.
 
 Inside `jax.jit`, with the cache donated, `append` writes in place; lengths and pages are not known
 there, what does not fit is dropped, and a row's length, which is then beyond the capacity or below
 0, makes `flash_decode` give NaN for it. Outside, each verb copies the cache, and waits for lengths
-and pages to refuse what does not fit.
+and pages to refuse what does not fit. Under `jax.vmap` it is as inside `jax.jit`.
 """
 
 from dataclasses import dataclass, replace
@@ -80,7 +80,7 @@ class KVCache:
         Raises:
           ValueError: a size is not an int above zero, or the dtype is another.
         """
-        rows = (validate.size("batch", batch), validate.size("capacity", capacity))
+        rows = (validate.size("batch", batch), validate.capacity(capacity))
         key, value = _zeros(rows, heads, head_dim, value_head_dim, dtype)
         return cls(key, value, jnp.zeros(batch, jnp.int32))
 
@@ -107,7 +107,7 @@ class KVCache:
         key, value = validate.key_value(key, value)
         batch, length = key.shape[:2]
         lengths = arguments.int32("lengths", lengths, (batch,))
-        capacity = validate.size("capacity", capacity)
+        capacity = validate.capacity(capacity)
         validate.require_room_for(key, capacity)
         validate.require_lengths("lengths", lengths, length)
         room = ((0, 0), (0, capacity - length), (0, 0), (0, 0))
@@ -184,8 +184,8 @@ class PagedKVCache:
           ValueError: a size is not an int within its bounds, the dtype is another, or the page
             table is malformed.
         """
-        page_table = _own(arguments.int32("page_table", page_table, (None, None)))
         rows = (validate.size("pages", pages), validate.size("page_size", page_size, *_PAGE_SIZES))
+        page_table = _own(validate.page_table(page_table, None, rows[1]))
         key, value = _zeros(rows, heads, head_dim, value_head_dim, dtype)
         return cls(key, value, jnp.zeros(page_table.shape[0], jnp.int32), page_table)
 
@@ -222,8 +222,8 @@ class PagedKVCache:
         key, value = validate.key_value(key, value)
         batch, length = key.shape[:2]
         lengths = arguments.int32("lengths", lengths, (batch,))
-        page_table = _own(arguments.int32("page_table", page_table, (batch, None)))
         rows = (validate.size("pages", pages), validate.size("page_size", page_size, *_PAGE_SIZES))
+        page_table = _own(validate.page_table(page_table, batch, rows[1]))
         capacity = page_table.shape[1] * rows[1]
         validate.require_lengths("lengths", lengths, min(length, capacity))
         starts = jnp.zeros_like(lengths)
@@ -265,7 +265,7 @@ def _append(cache: _AnyCache, key: ArrayLike, value: ArrayLike) -> _AnyCache:
     into = validate.key_value(cache.key, cache.value, owner="cache.")
     page_table = cache.page_table
     if page_table is not None:
-        page_table = arguments.int32("cache.page_table", page_table, (None, None))
+        page_table = validate.page_table(page_table, None, into[0].shape[1], owner="cache.")
     batch = (into[0] if page_table is None else page_table).shape[0]
     lengths = arguments.int32("cache.lengths", cache.lengths, (batch,))
     new = validate.new_positions(key, value, batch, into)
@@ -281,6 +281,7 @@ def _append(cache: _AnyCache, key: ArrayLike, value: ArrayLike) -> _AnyCache:
         validate.require_pages("cache.page_table", page_table, starts, stops, *into[0].shape[:2])
         write = sharding.automatic(_write_pages, into)
         written = write(into, new, page_table, starts, stops)
+        cache = replace(cache, page_table=_own(page_table))
     return replace(cache, key=written[0], value=written[1], lengths=stops)
 
 

@@ -185,6 +185,24 @@ def test_append_to_a_cache_that_was_put_together_wrongly(kind, name, x, way, rng
     assert str(caught.value).endswith(got_of(x))
 
 
+def test_more_positions_than_can_be_counted(rng):
+    message = "expected at most 536870912 positions a row, got 536870928"
+    wide = np.broadcast_to(np.int32(0), (1, 2**25 + 1))
+    with pytest.raises(ValueError, match=f"^capacity: {message}"):
+        KVCache.empty(1, 2**29 + 16, K, H, "float32")
+    with pytest.raises(ValueError, match=f"^capacity: {message}"):
+        KVCache.from_prefill(*normal(rng, 1, T), [T], capacity=2**29 + 16)
+    pool = {"pages": PAGES, "page_size": PAGE_SIZE}
+    with pytest.raises(ValueError, match=f"^page_table: {message}"):
+        PagedKVCache.empty(wide, heads=K, head_dim=H, dtype="float32", **pool)
+    with pytest.raises(ValueError, match=f"^page_table: {message}"):
+        PagedKVCache.from_prefill(*normal(rng, 1, T), [T], page_table=wide, **pool)
+    cache = PagedKVCache.empty(wide[:, :1], heads=K, head_dim=H, dtype="float32", **pool)
+    cache = dataclasses.replace(cache, page_table=wide)
+    with pytest.raises(ValueError, match=f"^cache.page_table: {message}"):
+        jax.eval_shape(lambda key, value: cache.append(key, value), *normal(rng, 1, 1))
+
+
 @both_kinds
 def test_negative_lengths_are_refused_outside_jit(kind, rng):
     cache = prefilled(kind, *normal(rng, B, T), LENGTHS, page_table(rng))
@@ -195,8 +213,9 @@ def test_negative_lengths_are_refused_outside_jit(kind, rng):
 
 def test_no_two_rows_write_to_one_page(rng):
     shared = np.array([[0, 1, -1], [0, 2, -1], [3, 4, -1]], np.int32)
-    message = "^page_table: expected a page for positions 0 to 15 of row 1 that no other row writes"
-    with pytest.raises(ValueError, match=f"{message}.* to, got 0, to which row 0 writes$"):
+    message = "expected a page for positions 0 to 15 of row 1 that no others are written to"
+    got = "got 0, to which positions 0 to 15 of row 0 are"
+    with pytest.raises(ValueError, match=f"^page_table: {message}, {got}$"):
         prefilled(PagedKVCache, *normal(rng, B, T), (20, 20, 20), shared)
     # A prefix that is read by both is well.
     cache = PagedKVCache.empty(shared, PAGES, PAGE_SIZE, K, H, "float32", value_head_dim=Hv)
@@ -205,4 +224,21 @@ def test_no_two_rows_write_to_one_page(rng):
     assert_holds(cache.append(*new), appended(cache, *new))
     cache = dataclasses.replace(cache, lengths=jnp.asarray([15, 15, 0], jnp.int32))
     with pytest.raises(ValueError, match=r"^cache\.page_table: expected .* of row 1 .*, got 0, to"):
+        cache.append(*new)
+
+
+def test_no_row_writes_twice_to_one_page(rng):
+    table = np.array([[0, 1, -1], [2, 3, 2], [5, 5, -1]], np.int32)
+    message = "expected a page for positions 16 to 31 of row 2 that no others are written to"
+    got = "got 5, to which positions 0 to 15 of row 2 are"
+    with pytest.raises(ValueError, match=f"^page_table: {message}, {got}$"):
+        prefilled(PagedKVCache, *normal(rng, B, T), (20, 20, 20), table)
+    # Beyond a window its pages may come round again.
+    cache = prefilled(PagedKVCache, *normal(rng, B, T), (20, 20, 0), table)
+    cache = dataclasses.replace(cache, lengths=jnp.asarray([20, 32, 0], jnp.int32))
+    new = normal(rng, B, 3)
+    assert_holds(cache.append(*new), appended(cache, *new))
+    new = normal(rng, B, 17)
+    cache = dataclasses.replace(cache, lengths=jnp.asarray([15, 15, 0], jnp.int32))
+    with pytest.raises(ValueError, match=r"^cache\.page_table: .* 16 to 31 of row 2 .*, got 5, to"):
         cache.append(*new)

@@ -49,7 +49,7 @@ MALFORMED = [
     ({"query": zeros(2, 3, 5, 8)}, "key_cache", "divides query's 5, got float32[2, 5, 2, 8]"),
     ({"query": zeros(2, 3, 0, 8)}, "query", "at least one head"),
     ({"query": zeros(2, 3, 4, 16)}, "key_cache", "head dim 16, got float32[2, 5, 2, 8]"),
-    ({"query": zeros(3, 3, 4, 8)}, "key_cache", "query's batch 3 first"),
+    ({"query": zeros(3, 3, 4, 8)}, "key_cache", "query's batch 3 first, or a page_table beside it"),
     ({"key_cache": zeros(2, 5, 8)}, "key_cache", "[B, S, K, H], or with a page table"),
     ({"key_cache": zeros(2, 5, 0, 8)}, "key_cache", "at least one head"),
     ({"value_cache": zeros(2, 5, 2)}, "value_cache", "[B, S, K, Hv], or with a page table"),
@@ -66,8 +66,8 @@ MALFORMED = [
     ({"lengths": 3}, "lengths", "an integer array of shape [2]"),
     ({"lengths": zeros(2)}, "lengths", "got float32[2]"),
     ({"lengths": zeros(2, dtype="bool")}, "lengths", "got bool[2]"),
-    ({"lengths": np.array([5, 6])}, "lengths", "from 0 to the cache's 5 positions, got [5, 6]"),
-    ({"lengths": [0, -1]}, "lengths", "from 0 to the cache's 5 positions, got [0, -1]"),
+    ({"lengths": np.array([5, 6])}, "lengths", "cache's 5 positions for row 1, got 6"),
+    ({"lengths": [0, -1]}, "lengths", "from 0 to the cache's 5 positions for row 1, got -1"),
     ({"lengths": None}, "lengths", "an array, got NoneType"),
     ({"page_table": ints(2, 0), **PAGES}, "page_table", "[2, at least 1], got int32[2, 0]"),
     ({"page_table": ints(3, 4), **PAGES}, "page_table", "[2, at least 1], got int32[3, 4]"),
@@ -83,6 +83,11 @@ MALFORMED = [
         "at least one page, got float32[0, 16, 2, 8]",
     ),
     ({"page_table": ints(2, 4), **PAGES, "lengths": [64, 65]}, "lengths", "cache's 64 positions"),
+    (
+        {"page_table": np.broadcast_to(np.int32(0), (2, 2**25 + 1)), **PAGES},
+        "page_table",
+        "at most 536870912 positions a row, got 536870928",
+    ),
     ({"sinks": zeros(3)}, "sinks", "a float array [N] = [4], got float32[3]"),
     ({"scale": "large"}, "scale", "a real number"),
     ({"local_window_size": -1}, "local_window_size", "got -1"),
@@ -163,16 +168,32 @@ def close(x, y, tolerance: float = 2e-6) -> None:
     )
 
 
-@pytest.mark.parametrize("sizes", [{"B": 0}, {"T": 0}, {"S": 0, "T": 1}], ids=str)
+@pytest.mark.parametrize("sizes", [{"B": 0}, {"T": 0}, {"S": 0, "T": 1}, "pages"], ids=str)
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["", "sinks"])
-def test_sizes_of_nothing(implementation, sizes, has_sinks):
-    query, key, value, _ = drawn(0, **sizes)
-    lengths = jnp.zeros(query.shape[0], jnp.int32)
+@pytest.mark.parametrize("is_wide", [False, True], ids=["", "x64"])
+def test_sizes_of_nothing(implementation, sizes, has_sinks, is_wide):
+    page_table = None
+    if sizes == "pages":
+        query, key, value = zeros(0, 2, 4, 8), zeros(4, 16, 2, 8), zeros(4, 16, 2, 8)
+        page_table = ints(0, 3)
+    else:
+        query, key, value, _ = drawn(0, **sizes)
+    lengths = ints(query.shape[0])
     sinks = jnp.arange(4.0) if has_sinks else None
-    got = flash_decode_with_lse(
-        query, key, value, lengths, sinks=sinks, implementation=implementation
-    )
+    with jax.enable_x64(is_wide):
+        got = flash_decode_with_lse(
+            query,
+            key,
+            value,
+            lengths,
+            sinks=sinks,
+            page_table=page_table,
+            implementation=implementation,
+        )
     assert got.out.shape == query.shape
+    for x in got:
+        assert x.dtype == jnp.float32
+        assert not x.weak_type
     assert not got.out.any()
     expected = jnp.broadcast_to(sinks if has_sinks else -jnp.inf, query.shape[:3])
     np.testing.assert_array_equal(got.lse, expected)

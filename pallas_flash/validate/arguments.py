@@ -109,6 +109,12 @@ def int32(name: str, x: ArrayLike, shape: tuple[int | None, ...]) -> jax.Array:
     return jnp.asarray(x, np.int32)
 
 
+def require_near(name: str, positions: int) -> None:
+    """What `name` gives a row so many positions of."""
+    if positions > FARTHEST:
+        fail(name, f"at most {FARTHEST} positions a row", positions)
+
+
 def is_known_beyond(x: np.ndarray | jax.Array, least: int, most: int) -> bool:
     """Whether a value lies outside; never of an array of JAX, which would have to be waited for."""
     if isinstance(x, jax.Array) or not x.size:

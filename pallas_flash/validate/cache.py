@@ -21,6 +21,23 @@ def size(name: str, x: object, least: int = 1, most: int | None = None) -> int:
     return int(x)
 
 
+def capacity(x: object) -> int:
+    """Of a row, in positions."""
+    positions = size("capacity", x)
+    arguments.require_near("capacity", positions)
+    return positions
+
+
+def page_table(x: ArrayLike, rows: int | None, page_size: int, owner: str = "") -> jax.Array:
+    """Of so many rows, None for any number above zero, over pages of so many positions.
+
+    `owner` comes before its name.
+    """
+    table = arguments.int32(f"{owner}page_table", x, (rows, None))
+    arguments.require_near(f"{owner}page_table", table.shape[1] * page_size)
+    return table
+
+
 def dtype(x: DTypeLike) -> np.dtype:
     """One of `DTYPES`."""
     try:
@@ -90,20 +107,21 @@ def require_pages(
     pages: int,
     page_size: int,
 ) -> None:
-    """A page, and no other row's, for each position from a row's start on and before its stop."""
+    """A page for each position from a row's start on and before its stop, each page once."""
     # Where one of them is not known, nothing is.
     rows = zip(_values(page_table), _values(starts), _values(stops), strict=False)
-    owners: dict[int, int] = {}
+    # What is written to a page.
+    written: dict[int, str] = {}
     for row, (entries, start, stop) in enumerate(rows):
         for column in range(start // page_size, -(-stop // page_size)):
             page, begin = entries[column], column * page_size
             positions = f"positions {begin} to {begin + page_size - 1} of row {row}"
             if not 0 <= page < pages:
                 arguments.fail(name, f"a page of 0 to {pages - 1} for {positions}", page)
-            if page in owners:
-                what = f"a page for {positions} that no other row writes to"
-                arguments.fail(name, what, f"{page}, to which row {owners[page]} writes")
-        owners |= dict.fromkeys(entries[start // page_size : -(-stop // page_size)], row)
+            if page in written:
+                what = f"a page for {positions} that no others are written to"
+                arguments.fail(name, what, f"{page}, to which {written[page]} are")
+            written[page] = positions
 
 
 def _values(x: jax.Array) -> list:

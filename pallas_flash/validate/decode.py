@@ -1,6 +1,7 @@
 """The arrays of `flash_decode`, checked, and in the one form that backends see."""
 
 import jax
+import numpy as np
 from jax.typing import ArrayLike
 
 from pallas_flash.spec import DecodeOperands
@@ -50,12 +51,14 @@ def operands(
     batch, _, heads, _ = query.shape
     rows, capacity = key_cache.shape[:2]
     if page_table is None:
-        arguments.require(rows == batch, "key_cache", f"query's batch {batch} first", key_cache)
+        expected = f"query's batch {batch} first, or a page_table beside it"
+        arguments.require(rows == batch, "key_cache", expected, key_cache)
     else:
         page_table = arguments.int32("page_table", page_table, (batch, None))
         for name, count in (("page", rows), ("position in a page", capacity)):
             arguments.require(count > 0, "key_cache", f"at least one {name}", key_cache)
         capacity *= page_table.shape[1]
+    arguments.require_near("key_cache" if page_table is None else "page_table", capacity)
     return DecodeOperands(
         query=query,
         key=key_cache,
@@ -70,5 +73,7 @@ def operands(
 def _lengths(x: ArrayLike, batch: int, capacity: int) -> jax.Array:
     lengths, known = arguments.int32("lengths", x, (batch,)), arguments.known(x)
     if known is not None and arguments.is_known_beyond(known, 0, capacity):
-        arguments.fail("lengths", f"from 0 to the cache's {capacity} positions", known.tolist())
+        row = int(np.argmax((known < 0) | (known > capacity)))
+        expected = f"from 0 to the cache's {capacity} positions for row {row}"
+        arguments.fail("lengths", expected, known[row])
     return lengths

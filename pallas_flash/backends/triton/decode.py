@@ -159,7 +159,7 @@ def _without_keys(
     operands: DecodeOperands, out: jax.ShapeDtypeStruct, lse: jax.ShapeDtypeStruct
 ) -> tuple[jax.Array, jax.Array]:
     """The result where nothing is asked for, or of a cache that has no room for any key."""
-    result = jnp.zeros(out.shape, jnp.float32), jnp.full(lse.shape, -jnp.inf)
+    result = jnp.zeros(out.shape, jnp.float32), jnp.full(lse.shape, -jnp.inf, lse.dtype)
     if operands.sinks is not None:
         result = natural.add_sink(*result, operands.sinks[None, None])
     is_outside = (operands.lengths != 0)[:, None, None]

@@ -61,4 +61,5 @@ def _contiguous(
     if is_page_read is not None:
         # Pages before a window may have been given to others.
         rows = jnp.where(is_page_read[..., None, None, None], rows, 0)
-    return rows.reshape(page.shape[0], -1, *cache.shape[2:])
+    batch, pages_per_row = page.shape
+    return rows.reshape(batch, pages_per_row * cache.shape[1], *cache.shape[2:])
