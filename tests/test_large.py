@@ -66,25 +66,39 @@ def test_more_than_2_to_the_31_elements(seed):
             np.testing.assert_array_equal(whole[batch : batch + 1, :, heads], alone)
 
 
-@pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("splits", [1, 8])
 @ON_A_LARGE_GPU
-def test_a_cache_of_more_than_2_to_the_31_elements(splits, page_size, seed):
-    shape = (9, 131072, 16, 128)
+def test_a_cache_of_more_than_2_to_the_31_elements(seed):
+    B, S, K, H = shape = (9, 131072, 16, 128)
     assert np.prod(shape) > 2**31
     keys = jax.random.split(jax.random.key(seed), 3)
     key, value = (jax.random.normal(k, shape, jnp.bfloat16) for k in keys[:2])
-    query = jax.random.normal(keys[2], (9, 16, 128), jnp.bfloat16)
-    lengths = jnp.full(9, shape[1], jnp.int32)
-    # In the same parts however many rows there are, so that a row alone gives the same bits.
-    backend = TritonBackend(decode_config=DecodeConfig(Config(16, 64, 2, 3), splits))
-    decode = functools.partial(flash_decode_with_lse, implementation=backend)
-    whole = decode(query, key, value, lengths)
-    alone = decode(query[8:], key[8:], value[8:], lengths[8:])
-    pool = [x.reshape(-1, page_size, *shape[2:]) for x in (key, value)]
-    table = np.arange(len(pool[0]), dtype=np.int32).reshape(9, -1)
-    paged = decode(query, *pool, lengths, page_table=table)
-    for x, y, z in zip(whole, alone, paged, strict=True):
-        np.testing.assert_array_equal(x[8:], y)
-        np.testing.assert_array_equal(x, z)
-        assert np.isfinite(np.asarray(y, np.float32)).all()
+    query = jax.random.normal(keys[2], (B, K, H), jnp.bfloat16)
+    lengths = jnp.full(B, S, jnp.int32)
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def decode(splits, page_size, query, key, value, lengths):
+        # In the same parts however many rows there are, so that a row alone gives the same bits.
+        cut = DecodeConfig(Config(16, 64, 2, 3), splits)
+        page_table = None
+        if page_size is not None:
+            key, value = (x.reshape(-1, page_size, K, H) for x in (key, value))
+            page_table = np.arange(len(key), dtype=np.int32).reshape(len(query), -1)
+        return flash_decode_with_lse(
+            query,
+            key,
+            value,
+            lengths,
+            page_table=page_table,
+            implementation=TritonBackend(decode_config=cut),
+        )
+
+    arguments = (query, key, value, lengths)
+    last = [x[-1:] for x in arguments]
+    for splits in (1, 8):
+        alone = decode(splits, None, *last)
+        assert np.isfinite(np.asarray(alone.out, np.float32)).all()
+        # Blocks that lie in a page, and blocks of several.
+        for page_size in (None, 64, 16):
+            whole = decode(splits, page_size, *arguments)
+            for x, y in zip(whole, alone, strict=True):
+                np.testing.assert_array_equal(x[-1:], y)
