@@ -190,7 +190,8 @@ def flash_decode(
         The last of a row sits at position lengths - 1, those before it just before; each sees the
         keys up to its own position.
       key_cache: of the same dtype, [B, S, K, H], where K divides N. The queries' own keys and
-        values are in the caches already. With a page table [P, page size, K, H].
+        values are in the caches already. With a page table [P, page size, K, H], of any page size.
+        A row has 2^29 positions at most.
       value_cache: of the same dtype, [B, S, K, Hv], or [P, page size, K, Hv].
       lengths: integers [B], the number of valid positions, new ones included, from 0 to S. What
         lies past them does not matter, not even NaN. Other lengths are an error, and in an array of

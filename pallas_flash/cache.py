@@ -71,7 +71,7 @@ class KVCache:
 
         Args:
           batch: B.
-          capacity: S, how many positions each row has room for.
+          capacity: S, how many positions each row has room for, 2^29 at most.
           heads: K.
           head_dim: H.
           dtype: float32, bfloat16 or float16.
@@ -94,7 +94,7 @@ class KVCache:
           key: float32, bfloat16 or float16 [B, T, K, H], each row padded on its right.
           value: of the same dtype, [B, T, K, Hv].
           lengths: integers [B], how many of the T positions are no padding.
-          capacity: S, at least T.
+          capacity: S, from T to 2^29.
 
         Returns:
           A cache with position i of the prefill at i, padding included. Inside `jax.jit` a length
@@ -138,7 +138,9 @@ class PagedKVCache:
     page_table[b, p // page size], there at p % page size.
 
     Which page is whose is the affair of an allocator outside, which hands out another by
-    `dataclasses.replace(cache, page_table=...)`. No two rows may write to one page.
+    `dataclasses.replace(cache, page_table=...)`. No two rows may write to one page. Outside
+    `jax.jit` two places in one page that one call would write are an error; whether a page holds
+    what somebody still reads only the allocator knows.
 
     Attributes:
       key: float32, bfloat16 or float16 [P, page size, K, H].
@@ -172,7 +174,7 @@ class PagedKVCache:
         """A cache that holds nothing.
 
         Args:
-          page_table: integers [B, pages per row].
+          page_table: integers [B, pages per row], for 2^29 positions a row at most.
           pages: P.
           page_size: positions in a page, 16 to 256.
           heads: K.
@@ -206,7 +208,7 @@ class PagedKVCache:
           key: float32, bfloat16 or float16 [B, T, K, H], each row padded on its right.
           value: of the same dtype, [B, T, K, Hv].
           lengths: integers [B], how many of the T positions are no padding.
-          page_table: integers [B, pages per row].
+          page_table: integers [B, pages per row], for 2^29 positions a row at most.
           pages: P.
           page_size: positions in a page, 16 to 256.
 
