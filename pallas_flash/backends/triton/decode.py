@@ -115,18 +115,33 @@ def _merge_kernel(
     out_ref: Any,
     *lse_ref: Any,
 ) -> None:
-    """One query head of one token, from all parts of the keys."""
+    """One query head of one token, from all parts of the keys.
+
+    That is attention again: an lse is the logit of its part, and an output the value.
+    """
     dims = kernel.dims
     head, token, batch = lowering.program(dims.query_heads, dims.query_length)
     row = tile.BatchRow.decoding(kernel, refs, batch)
     first, last = _blocks(row)
-    part = jnp.arange(cut.padded_splits, dtype=jnp.int32)
-    exists = part * cut.part_size(last - first) < last - first
+    size = cut.part_size(last - first)
     place = token * dims.query_heads + head
-    lse = lowering.load(part_lse_ref.at[batch, part, place], mask=exists, other=-jnp.inf)
-    merged = [natural.merge(x, lse) for x in memory.read(part_out_ref, batch, part, place, exists)]
-    out = tuple(x for x, _ in merged)
-    _write(refs, row, token, head, None, out, merged[0][1], out_ref, *lse_ref)
+    block, _ = cut.merge_tile(dims)
+
+    def some_parts(number: jax.Array, states: tuple[natural.SoftmaxState, ...]) -> tuple[Any, ...]:
+        part = number * block + jnp.arange(block, dtype=jnp.int32)
+        exists = part * size < last - first
+        lse = lowering.load(part_lse_ref.at[batch, part, place], mask=exists, other=-jnp.inf)
+        values = memory.read(part_out_ref, batch, part, place, exists)
+        return tuple(
+            natural.update(state, lse, lambda p, x=x: jnp.sum(p[:, None] * x, axis=0))
+            for state, x in zip(states, values, strict=True)
+        )
+
+    states = tuple(natural.init((), width) for width in widths(dims.value_head_dim))
+    states = lax.fori_loop(0, -(-cut.splits // block), some_parts, states)
+    found = [natural.finish(state) for state in states]
+    out = tuple(x.out for x in found)
+    _write(refs, row, token, head, None, out, found[0].lse, out_ref, *lse_ref)
 
 
 def _write(
@@ -208,7 +223,7 @@ def decode(
             name="flash_decode_merge",
             programs=dims.batch * dims.query_length * dims.query_heads,
             outputs=outputs,
-            num_warps=1,
+            num_warps=cut.merge_tile(dims)[1],
             num_stages=1,
         )(operands, *found)
     return ForwardOutput(*found)

@@ -50,11 +50,16 @@ class DecodeConfig:
         """
         return lax.div(blocks + (self.splits - 1), jnp.int32(self.splits))
 
-    @property
-    def padded_splits(self) -> int:
-        """The least power of two that is not below: of a side of an array in a kernel."""
-        return power_of_two(self.splits)
+    def merge_tile(self, dims: Dims) -> tuple[int, int]:
+        """How many parts are merged at a time, and by how many warps."""
+        width = power_of_two(sum(widths(dims.value_head_dim)))
+        parts = power_of_two(self.splits)
+        warps = max(1, min(parts * width // _WARP_ENTRIES, 4))
+        return max(1, min(parts, warps * _WARP_ENTRIES // width)), warps
 
+
+# What a warp can hold of partial outputs: 128 float32 a thread.
+_WARP_ENTRIES = 4096
 
 # What a GPU is taken to have of multiprocessors where nobody can tell.
 _MULTIPROCESSORS = 128
