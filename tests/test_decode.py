@@ -116,6 +116,14 @@ def test_any_number_of_parts_gives_the_answer(splits, seed):
     assert wrong(SPLIT, seed, decode(make_inputs(SPLIT, seed), kernels(splits))) == []
 
 
+# 256 parts of 256 entries are more than are merged at a time.
+MANY = decoding((4096, 1000, 0), S=4096, N=2, K=1, H=16, Hv=256)
+
+
+def test_more_parts_than_are_merged_at_a_time(seed):
+    assert wrong(MANY, seed, decode(make_inputs(MANY, seed), kernels(256))) == []
+
+
 EACH = pytest.mark.parametrize(
     "implementation",
     [SMALL_BLOCKS, kernels(1), kernels(4), *ON_GPU],

@@ -56,6 +56,28 @@ def test_no_part_is_empty_where_a_row_is_full(S, left, multiprocessors):
         assert 1 <= cut.splits <= max(1, -(-reached // cut.tile.block_k) + 1)
 
 
+def test_a_card_of_any_size_has_a_pick():
+    cut = pick_decode(SPEC, dims(S=2**20, K=1, H=64), jnp.dtype("bfloat16"), 1000)
+    assert cut.splits == 1024
+
+
+@pytest.mark.parametrize(
+    ("splits", "H", "merged"),
+    [
+        (2, 64, (2, 1)),
+        (32, 128, (32, 1)),
+        (33, 128, (64, 2)),
+        (128, 96, (128, 4)),
+        (256, 128, (256, 8)),
+        (256, 256, (128, 8)),
+        (1024, 64, (512, 8)),
+        (2, 512, (2, 1)),
+    ],
+)
+def test_as_many_parts_are_merged_at_a_time_as_registers_hold(splits, H, merged):
+    assert DecodeConfig(TILE, splits).merge_tile(dims(H=H)) == merged
+
+
 @pytest.mark.parametrize("splits", [0, -1, 1025, 2.0, True, None, "2"], ids=repr)
 def test_configs_validate_themselves(splits):
     with pytest.raises(ValueError, match=r"^splits: expected an int, 1 to 1024, got "):
