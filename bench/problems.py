@@ -119,6 +119,8 @@ SUITES = {
             "b16": _decode(B=16, S=8192),
             "b64": _decode(B=64, S=4096),
             "ragged": _decode(B=64, S=8192, key_value_seq_lengths=_lengths(64)),
+            # With those of Gemma-2B: one key head, so that one row has to fill the GPU.
+            "multi-query": _decode(B=1, S=131072, N=8, K=1, H=256),
             # So small that with `--wall` it shows what a call costs beside its kernels.
             "step": _decode(B=1, S=4096),
         },

@@ -33,11 +33,13 @@ def test_bytes_are_those_of_valid_keys_and_values(name):
         "b16": 16 * 8192,
         "b64": 64 * 4096,
         "ragged": sum(CASES["ragged"].key_value_seq_lengths),
+        "multi-query": 131072,
         "step": 4096,
     }[name]
-    # A key and a value of 8 heads each; a query and an output of 32; 2 bytes an entry.
-    caches = valid * 2 * 8 * 128 * 2
-    rows = CASES[name].B * 2 * 32 * 128 * 2
+    heads, key_heads, head_dim = (8, 1, 256) if name == "multi-query" else (32, 8, 128)
+    # A key and a value of each key head; a query and an output of each head; 2 bytes an entry.
+    caches = valid * 2 * key_heads * head_dim * 2
+    rows = CASES[name].B * 2 * heads * head_dim * 2
     least = work.least_bytes(CASES[name], with_gradients=False)
     assert least == caches + rows
     # What the title says is of keys and values is nearly that.
