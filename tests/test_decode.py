@@ -169,7 +169,7 @@ PAGED = decoding((768, 100, 0, 33), S=768, T=2, N=4, K=2, H=32, dtype="bfloat16"
 
 
 @EACH
-@pytest.mark.parametrize("page_size", [8, 16, 48, 64, 256, 384])
+@pytest.mark.parametrize("page_size", [8, 16, 32, 48, 64, 256, 384])
 def test_pages_change_no_bit(implementation, page_size, seed):
     inputs = make_inputs(PAGED, seed)
     got = decode(inputs, implementation, **paged(inputs, page_size, seed))
