@@ -187,7 +187,7 @@ class PagedKVCache:
             table is malformed.
         """
         rows = (validate.size("pages", pages), validate.size("page_size", page_size, *_PAGE_SIZES))
-        page_table = _own(validate.page_table(page_table, None, rows[1]))
+        page_table = _own(arguments.page_table("page_table", page_table, None, rows[1]))
         key, value = _zeros(rows, heads, head_dim, value_head_dim, dtype)
         return cls(key, value, jnp.zeros(page_table.shape[0], jnp.int32), page_table)
 
@@ -225,7 +225,7 @@ class PagedKVCache:
         batch, length = key.shape[:2]
         lengths = arguments.int32("lengths", lengths, (batch,))
         rows = (validate.size("pages", pages), validate.size("page_size", page_size, *_PAGE_SIZES))
-        page_table = _own(validate.page_table(page_table, batch, rows[1]))
+        page_table = _own(arguments.page_table("page_table", page_table, batch, rows[1]))
         capacity = page_table.shape[1] * rows[1]
         validate.require_lengths("lengths", lengths, min(length, capacity))
         starts = jnp.zeros_like(lengths)
@@ -267,7 +267,8 @@ def _append(cache: _AnyCache, key: ArrayLike, value: ArrayLike) -> _AnyCache:
     into = validate.key_value(cache.key, cache.value, owner="cache.")
     page_table = cache.page_table
     if page_table is not None:
-        page_table = validate.page_table(page_table, None, into[0].shape[1], owner="cache.")
+        page_size = into[0].shape[1]
+        page_table = arguments.page_table("cache.page_table", page_table, None, page_size)
     batch = (into[0] if page_table is None else page_table).shape[0]
     lengths = arguments.int32("cache.lengths", cache.lengths, (batch,))
     new = validate.new_positions(key, value, batch, into)

@@ -115,6 +115,13 @@ def require_near(name: str, positions: int) -> None:
         fail(name, f"at most {FARTHEST} positions a row", positions)
 
 
+def page_table(name: str, x: ArrayLike, rows: int | None, page_size: int) -> jax.Array:
+    """As int32 [rows, pages per row]; rows None for any number above zero."""
+    table = int32(name, x, (rows, None))
+    require_near(name, table.shape[1] * page_size)
+    return table
+
+
 def is_known_beyond(x: np.ndarray | jax.Array, least: int, most: int) -> bool:
     """Whether a value lies outside; never of an array of JAX, which would have to be waited for."""
     if isinstance(x, jax.Array) or not x.size:

@@ -28,16 +28,6 @@ def capacity(x: object) -> int:
     return positions
 
 
-def page_table(x: ArrayLike, rows: int | None, page_size: int, owner: str = "") -> jax.Array:
-    """Of so many rows, None for any number above zero, over pages of so many positions.
-
-    `owner` comes before its name.
-    """
-    table = arguments.int32(f"{owner}page_table", x, (rows, None))
-    arguments.require_near(f"{owner}page_table", table.shape[1] * page_size)
-    return table
-
-
 def dtype(x: DTypeLike) -> np.dtype:
     """One of `DTYPES`."""
     try:

@@ -53,12 +53,12 @@ def operands(
     if page_table is None:
         expected = f"query's batch {batch} first, or a page_table beside it"
         arguments.require(rows == batch, "key_cache", expected, key_cache)
+        arguments.require_near("key_cache", capacity)
     else:
-        page_table = arguments.int32("page_table", page_table, (batch, None))
+        page_table = arguments.page_table("page_table", page_table, batch, capacity)
         for name, count in (("page", rows), ("position in a page", capacity)):
             arguments.require(count > 0, "key_cache", f"at least one {name}", key_cache)
         capacity *= page_table.shape[1]
-    arguments.require_near("key_cache" if page_table is None else "page_table", capacity)
     return DecodeOperands(
         query=query,
         key=key_cache,
@@ -72,8 +72,10 @@ def operands(
 
 def _lengths(x: ArrayLike, batch: int, capacity: int) -> jax.Array:
     lengths, known = arguments.int32("lengths", x, (batch,)), arguments.known(x)
-    if known is not None and arguments.is_known_beyond(known, 0, capacity):
-        row = int(np.argmax((known < 0) | (known > capacity)))
-        expected = f"from 0 to the cache's {capacity} positions for row {row}"
-        arguments.fail("lengths", expected, known[row])
+    if known is not None:
+        outside = np.flatnonzero((known < 0) | (known > capacity))
+        if outside.size:
+            row = outside[0]
+            expected = f"from 0 to the cache's {capacity} positions for row {row}"
+            arguments.fail("lengths", expected, known[row])
     return lengths

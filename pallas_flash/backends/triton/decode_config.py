@@ -63,7 +63,7 @@ class DecodeConfig:
         width = power_of_two(sum(widths(dims.value_head_dim)))
         parts = power_of_two(self.splits)
         warps = max(1, min(parts * width // _WARP_ENTRIES, 8))
-        return max(1, min(parts, warps * _WARP_ENTRIES // width)), warps
+        return min(parts, warps * _WARP_ENTRIES // width), warps
 
 
 # What a GPU is taken to have of multiprocessors where nobody can tell.
