@@ -20,7 +20,7 @@ MEMORY = "memory"
 _SWEEP_PEERS = (peers.OURS, peers.CUDNN)
 
 
-def _rounds(text: str) -> int:
+def rounds(text: str) -> int:
     """More would never end."""
     number = int(text)
     if not 1 <= number <= 10_000:
@@ -28,7 +28,7 @@ def _rounds(text: str) -> int:
     return number
 
 
-def _seed(text: str) -> int:
+def seed(text: str) -> int:
     """What both NumPy and JAX take."""
     number = int(text)
     if not 0 <= number < 2**32:
@@ -37,11 +37,11 @@ def _seed(text: str) -> int:
 
 
 # What argparse calls them in its message.
-_rounds.__name__ = "number from 1 to 10000"
-_seed.__name__ = "number from 0 to 2^32 - 1"
+rounds.__name__ = "number from 1 to 10000"
+seed.__name__ = "number from 0 to 2^32 - 1"
 
 
-def _folder(text: str) -> Path:
+def folder(text: str) -> Path:
     """Made, and seen to take files."""
     # As a variable that is not set gives it; to `Path` it is the folder where one stands.
     if not text:
@@ -89,11 +89,11 @@ def parse(arguments: Sequence[str] | None, description: str | None) -> argparse.
     )
     add("--base", type=_commit, metavar="REV", help="this project at another revision, beside it")
     add("--sweep", choices=peers.SWEEPS, help="try configs of this kernel of ours, fastest first")
-    add("--rounds", type=_rounds, help="how often each is timed: 10, with --quick 3")
+    add("--rounds", type=rounds, help="how often each is timed: 10, with --quick 3")
     add("--quick", action="store_true", help="two problems a suite, few peers, short rounds")
     add("--wall", action="store_true", help="wall time, even where device time is to be had")
-    add("--seed", type=_seed, default=secrets.randbits(31), help="of all arrays; random by default")
-    add("--out", type=_folder, metavar="FOLDER", help="write a JSON file for each suite, and plots")
+    add("--seed", type=seed, default=secrets.randbits(31), help="of all arrays; random by default")
+    add("--out", type=folder, metavar="FOLDER", help="write a JSON file for each suite, and plots")
     args = parser.parse_args(arguments)
     if args.sweep and MEMORY in args.suite:
         parser.error("argument --sweep: it compares times, and suite memory has none")

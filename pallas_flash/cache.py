@@ -56,6 +56,10 @@ class KVCache:
         """S, how many positions a row has room for."""
         return self.key.shape[1]
 
+    def contiguous(self) -> Self:
+        """The cache itself; so that the same code reads a `PagedKVCache`."""
+        return self
+
     @classmethod
     def empty(
         cls,
@@ -80,7 +84,7 @@ class KVCache:
         Raises:
           ValueError: a size is not an int above zero, or the dtype is another.
         """
-        rows = (validate.size("batch", batch), validate.capacity(capacity))
+        rows = (arguments.size("batch", batch), validate.capacity(capacity))
         key, value = _zeros(rows, heads, head_dim, value_head_dim, dtype)
         return cls(key, value, jnp.zeros(batch, jnp.int32))
 
@@ -114,7 +118,7 @@ class KVCache:
         lengths = jnp.where(lengths > length, capacity + 1, lengths)
         return cls(jnp.pad(key, room), jnp.pad(value, room), lengths)
 
-    def append(self, key: ArrayLike, value: ArrayLike) -> Self:
+    def append(self, key: ArrayLike, value: ArrayLike, counts: ArrayLike | None = None) -> Self:
         """The cache with T more positions in every row, after those that the row has.
 
         Inside `jax.jit` what does not fit is dropped, as is all for a length below 0, which stays.
@@ -124,11 +128,14 @@ class KVCache:
         Args:
           key: of the cache's dtype, [B, T, K, H], or [B, K, H] for one position.
           value: of the cache's dtype, [B, T, K, Hv] or [B, K, Hv].
+          counts: integers [B], how many of the T positions are no padding, which stands on the
+            right and is not written; None for all. Inside `jax.jit` a count that is not within 0
+            and T makes a length beyond the capacity.
 
         Raises:
           ValueError: an argument is malformed, or, outside `jax.jit`, does not fit.
         """
-        return _append(self, key, value)
+        return _append(self, key, value, counts)
 
 
 @jax.tree_util.register_dataclass
@@ -159,6 +166,17 @@ class PagedKVCache:
         """How many positions a row has room for, once it has all its pages."""
         return self.page_table.shape[1] * self.key.shape[1]
 
+    def contiguous(self) -> KVCache:
+        """A copy with each row in one stretch of the capacity; NaN where a row has no page."""
+
+        def rows(pool: jax.Array, page_table: jax.Array) -> jax.Array:
+            # A negative index would count from the end.
+            pages = pool.at[page_table].get(mode="fill", wrap_negative_indices=False)
+            return pages.reshape(page_table.shape[0], self.capacity, *pool.shape[2:])
+
+        key, value = (rows(pool, self.page_table) for pool in (self.key, self.value))
+        return KVCache(key, value, self.lengths)
+
     @classmethod
     def empty(
         cls,
@@ -186,7 +204,10 @@ class PagedKVCache:
           ValueError: a size is not an int within its bounds, the dtype is another, or the page
             table is malformed.
         """
-        rows = (validate.size("pages", pages), validate.size("page_size", page_size, *_PAGE_SIZES))
+        rows = (
+            arguments.size("pages", pages),
+            arguments.size("page_size", page_size, *_PAGE_SIZES),
+        )
         page_table = _own(arguments.page_table("page_table", page_table, None, rows[1]))
         key, value = _zeros(rows, heads, head_dim, value_head_dim, dtype)
         return cls(key, value, jnp.zeros(page_table.shape[0], jnp.int32), page_table)
@@ -224,7 +245,10 @@ class PagedKVCache:
         key, value = validate.key_value(key, value)
         batch, length = key.shape[:2]
         lengths = arguments.int32("lengths", lengths, (batch,))
-        rows = (validate.size("pages", pages), validate.size("page_size", page_size, *_PAGE_SIZES))
+        rows = (
+            arguments.size("pages", pages),
+            arguments.size("page_size", page_size, *_PAGE_SIZES),
+        )
         page_table = _own(arguments.page_table("page_table", page_table, batch, rows[1]))
         capacity = page_table.shape[1] * rows[1]
         validate.require_lengths("lengths", lengths, min(length, capacity))
@@ -242,7 +266,7 @@ class PagedKVCache:
         key, value = write((key, value), page_table, starts, lengths)
         return cls(key, value, lengths, page_table)
 
-    def append(self, key: ArrayLike, value: ArrayLike) -> Self:
+    def append(self, key: ArrayLike, value: ArrayLike, counts: ArrayLike | None = None) -> Self:
         """The cache with T more positions in every row, after those that the row has.
 
         Inside `jax.jit` what does not fit, or has no page, is dropped, as is all for a length below
@@ -252,17 +276,22 @@ class PagedKVCache:
         Args:
           key: of the cache's dtype, [B, T, K, H], or [B, K, H] for one position.
           value: of the cache's dtype, [B, T, K, Hv] or [B, K, Hv].
+          counts: integers [B], how many of the T positions are no padding, which stands on the
+            right and is not written; None for all. Inside `jax.jit` a count that is not within 0
+            and T makes a length beyond the capacity.
 
         Raises:
           ValueError: an argument is malformed, or, outside `jax.jit`, does not fit or has no page.
         """
-        return _append(self, key, value)
+        return _append(self, key, value, counts)
 
 
 _AnyCache = TypeVar("_AnyCache", bound=KVCache | PagedKVCache)
 
 
-def _append(cache: _AnyCache, key: ArrayLike, value: ArrayLike) -> _AnyCache:
+def _append(
+    cache: _AnyCache, key: ArrayLike, value: ArrayLike, counts: ArrayLike | None
+) -> _AnyCache:
     """`append` of either cache."""
     into = validate.key_value(cache.key, cache.value, owner="cache.")
     page_table = cache.page_table
@@ -272,14 +301,14 @@ def _append(cache: _AnyCache, key: ArrayLike, value: ArrayLike) -> _AnyCache:
     batch = (into[0] if page_table is None else page_table).shape[0]
     lengths = arguments.int32("cache.lengths", cache.lengths, (batch,))
     new = validate.new_positions(key, value, batch, into)
-    count = new[0].shape[1]
     validate.require_lengths("cache.lengths", lengths, cache.capacity)
-    validate.require_room(lengths, count, cache.capacity)
+    counts = _counts(counts, lengths, new[0].shape[1], cache.capacity)
+    validate.require_room(lengths, counts, cache.capacity)
     is_lost = lengths < 0
     starts = jnp.where(is_lost, cache.capacity, lengths)
-    stops = jnp.where(is_lost, lengths, lengths + count)
+    stops = jnp.where(is_lost, lengths, lengths + counts)
     if page_table is None:
-        written = sharding.automatic(_write_rows, into)(into, new, starts)
+        written = sharding.automatic(_write_rows, into)(into, new, starts, stops)
     else:
         validate.require_pages("cache.page_table", page_table, starts, stops, *into[0].shape[:2])
         write = sharding.automatic(_write_pages, into)
@@ -288,9 +317,20 @@ def _append(cache: _AnyCache, key: ArrayLike, value: ArrayLike) -> _AnyCache:
     return replace(cache, key=written[0], value=written[1], lengths=stops)
 
 
-def _write_rows(into: Pair, new: Pair, starts: jax.Array) -> Pair:
-    """New positions of each row, from its start on."""
+def _counts(x: ArrayLike | None, lengths: jax.Array, most: int, capacity: int) -> jax.Array:
+    """How many positions each row gets: int32 [B]."""
+    if x is None:
+        return jnp.full_like(lengths, most)
+    counts = arguments.int32("counts", x, lengths.shape)
+    validate.require_lengths("counts", counts, most)
+    return jnp.where((counts < 0) | (counts > most), capacity + 1 - lengths, counts)
+
+
+def _write_rows(into: Pair, new: Pair, starts: jax.Array, stops: jax.Array) -> Pair:
+    """New positions of each row, from its start on and before its stop."""
     positions = _positions(starts, new[0].shape[1])
+    # Padding has no place, and each of it another: no two indices may be the same.
+    positions = jnp.where(positions < stops[:, None], positions, positions + into[0].shape[1])
     return jax.tree.map(lambda x, y: jax.vmap(_put)(x, y, positions), into, new)
 
 
@@ -333,12 +373,12 @@ def _zeros(
     dtype: DTypeLike,
 ) -> Pair:
     """Key and value of a cache that holds nothing."""
-    validate.size("heads", heads)
-    sizes = [validate.size("head_dim", head_dim)]
+    arguments.size("heads", heads)
+    sizes = [arguments.size("head_dim", head_dim)]
     if value_head_dim is None:
         sizes += sizes
     else:
-        sizes.append(validate.size("value_head_dim", value_head_dim))
-    dtype = validate.dtype(dtype)
+        sizes.append(arguments.size("value_head_dim", value_head_dim))
+    dtype = arguments.dtype("dtype", dtype)
     key, value = (jnp.zeros((*rows, heads, size), dtype) for size in sizes)
     return key, value

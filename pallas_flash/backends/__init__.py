@@ -147,6 +147,17 @@ def load(name: str) -> Backend:
     return triton.TritonBackend(interpret=name == "interpret")
 
 
+def require_known(implementation: str | Backend | None) -> None:
+    """ValueError unless it is None, one of `IMPLEMENTATIONS` or a backend; loads nothing."""
+    is_name = isinstance(implementation, str) and implementation in IMPLEMENTATIONS
+    is_backend = isinstance(implementation, Backend) and not isinstance(implementation, type)
+    if implementation is not None and not is_name and not is_backend:
+        known = ", ".join(repr(name) for name in IMPLEMENTATIONS)
+        raise ValueError(
+            f"implementation: expected None, one of {known}, or a backend, got {implementation!r}"
+        )
+
+
 def select(
     implementation: str | Backend | None,
     spec: AttentionSpec,
@@ -158,17 +169,12 @@ def select(
       ValueError: no backend has that name.
       NotImplementedError: it, or where none is named every candidate, has reasons not to run it.
     """
+    require_known(implementation)
     if implementation is None:
         candidates = [load(name) for name in _CANDIDATES]
-    elif isinstance(implementation, str) and implementation in IMPLEMENTATIONS:
-        candidates = [load(implementation)]
-    elif isinstance(implementation, Backend) and not isinstance(implementation, type):
-        candidates = [implementation]
     else:
-        known = ", ".join(repr(name) for name in IMPLEMENTATIONS)
-        raise ValueError(
-            f"implementation: expected None, one of {known}, or a backend, got {implementation!r}"
-        )
+        is_name = isinstance(implementation, str)
+        candidates = [load(implementation) if is_name else implementation]
     refusals = []
     for backend in candidates:
         reasons = unsupported_reasons(backend, spec, operands)

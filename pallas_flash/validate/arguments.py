@@ -6,7 +6,7 @@ from typing import NoReturn
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from pallas_flash.spec import DTYPES
 
@@ -23,6 +23,26 @@ def fail(name: str, expected: str, got: object) -> NoReturn:
 
 def describe(x: np.ndarray | jax.Array) -> str:
     return f"{x.dtype}{list(x.shape)}"
+
+
+def size(name: str, x: object, least: int = 1, most: int | None = None) -> int:
+    """An int within both, as Python's own."""
+    is_int = isinstance(x, (int, np.integer)) and not isinstance(x, bool)
+    if not is_int or x < least or (most is not None and x > most):
+        bounds = f">= {least}" if most is None else f"from {least} to {most}"
+        fail(name, f"an int {bounds}", f"{x!r:.80}")
+    return int(x)
+
+
+def dtype(name: str, x: DTypeLike) -> np.dtype:
+    """One of `DTYPES`."""
+    try:
+        is_known = jnp.dtype(x) in DTYPES
+    except TypeError:
+        is_known = False
+    if not is_known:
+        fail(name, ONE_OF_DTYPES, f"{x!r:.80}")
+    return jnp.dtype(x)
 
 
 def array(name: str, x: ArrayLike) -> jax.Array:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from pallas_flash.spec import DTYPES
 from pallas_flash.validate import arguments
@@ -12,31 +12,11 @@ from pallas_flash.validate import arguments
 Pair = tuple[jax.Array, jax.Array]
 
 
-def size(name: str, x: object, least: int = 1, most: int | None = None) -> int:
-    """An int within both, as Python's own."""
-    is_int = isinstance(x, (int, np.integer)) and not isinstance(x, bool)
-    if not is_int or x < least or (most is not None and x > most):
-        bounds = f">= {least}" if most is None else f"from {least} to {most}"
-        arguments.fail(name, f"an int {bounds}", f"{x!r:.80}")
-    return int(x)
-
-
 def capacity(x: object) -> int:
     """Of a row, in positions."""
-    positions = size("capacity", x)
+    positions = arguments.size("capacity", x)
     arguments.require_near("capacity", positions)
     return positions
-
-
-def dtype(x: DTypeLike) -> np.dtype:
-    """One of `DTYPES`."""
-    try:
-        is_known = jnp.dtype(x) in DTYPES
-    except TypeError:
-        is_known = False
-    if not is_known:
-        arguments.fail("dtype", arguments.ONE_OF_DTYPES, f"{x!r:.80}")
-    return jnp.dtype(x)
 
 
 def new_positions(key: ArrayLike, value: ArrayLike, batch: int, into: Pair) -> Pair:
@@ -82,8 +62,8 @@ def require_lengths(name: str, lengths: jax.Array, most: int) -> None:
             arguments.fail(name, f"0 to {most} for row {row}", length)
 
 
-def require_room(lengths: jax.Array, count: int, capacity: int) -> None:
-    for row, length in enumerate(_values(lengths)):
+def require_room(lengths: jax.Array, counts: jax.Array, capacity: int) -> None:
+    for row, (length, count) in enumerate(zip(_values(lengths), _values(counts), strict=False)):
         if length + count > capacity:
             room = f"at most {capacity - length} new positions for row {row}"
             arguments.fail("key", f"{room}, which holds {length} of {capacity}", count)
