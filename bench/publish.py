@@ -49,7 +49,7 @@ def load(folder: Path) -> dict[str, Record]:
             raise ValueError(f"{path}: run.py did not write it: {problem!r}") from None
         if not is_any:
             raise ValueError(f"{path}: no peer has a figure")
-        if ("rows" in found[name]) != (name == "memory"):
+        if _KINDS.get(name, "jobs") not in found[name]:
             raise ValueError(f"{path}: it is of another suite")
     if not found:
         raise ValueError(f"{folder}: expected a file of {', '.join(_PARTS)}, as run.py writes them")
@@ -167,6 +167,44 @@ def memory(suite: Record, folder: Path) -> str:
     return table + _plots(folder, "memory")
 
 
+def whole_model(suite: Record, folder: Path) -> str:
+    """Times of a whole decoder by whose attention it has, a line for each stage."""
+    stages = suite["stages"]
+    peers = list(dict.fromkeys(row["peer"] for stage in stages for row in stage["rows"]))
+
+    def figure(stage: Record, peer: str, name: str, form: str) -> str:
+        x = _row(stage, peer).get(name)
+        return "-" if x is None else format(x, form)
+
+    lines = [
+        [
+            f"{stage['name']}: batch {stage['batch']}, length {stage['length']}",
+            *(figure(stage, peer, "ms", ".4g") for peer in peers),
+            *(figure(stage, peers[0], name, form) for name, form in _COMPARED.items()),
+        ]
+        for stage in stages
+    ]
+    reasons = [
+        f"{row['peer']} at {stage['name']}: {row['reason']}."
+        for stage in stages
+        for row in stage["rows"]
+        if row["reason"]
+    ]
+    about = (
+        f"A decoder of {suite['header']['decoder']}'s shape, bfloat16, ms; in a training step each "
+        f"layer is computed anew for its gradient, -kept without the forward of its attention. "
+        f"{_where(suite['header'])}."
+    )
+    compared = [
+        f"{peers[0]} {name.replace('times_', 'x ').replace('_', ' ')}" for name in _COMPARED
+    ]
+    return "\n".join([about, *reasons, "", *_table(["", *peers, *compared], lines)])
+
+
+# What is shown of the first attention beside all milliseconds.
+_COMPARED = {"tokens_per_second": ",.0f", "times_jax-cudnn": ".2f", "times_jax-xla": ".2f"}
+
+
 def _row(job: Record, peer: str) -> Record:
     return next((row for row in job["rows"] if row["peer"] == peer), {})
 
@@ -227,9 +265,13 @@ _PARTS: Mapping[str, Callable[[Record, Path], str]] = {
     "headline": partial(speeds, name="headline"),
     "models": partial(speeds, name="models"),
     "decode": partial(speeds, name="decode"),
+    "whole-model": whole_model,
     "origin": series,
     "memory": memory,
 }
+
+# What only the suite of a name has, where it is not "jobs".
+_KINDS = {"memory": "rows", "whole-model": "stages"}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -248,7 +290,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ValueError as problem:
         parser.error(str(problem))
     for name, suite in found.items():
-        plots.draw(name, suite, folder)
+        if name != "whole-model":
+            plots.draw(name, suite, folder)
     _README.write_text(rewritten(_README.read_text(), text(found, folder)))
 
 

@@ -183,6 +183,7 @@ def describe(case: Case, with_gradients: bool) -> str:
 
 def has_figures(found: Mapping[str, Any]) -> bool:
     """Whether anything came of a suite."""
-    if "jobs" not in found:
+    if "rows" in found:
         return any(row["longest"] for row in found["rows"])
-    return any("ms" in row for job in found["jobs"] for row in job["rows"])
+    tables = found["stages"] if "stages" in found else found["jobs"]
+    return any("ms" in row for each in tables for row in each["rows"])
