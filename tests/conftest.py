@@ -18,6 +18,17 @@ jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def pytest_configure(config):
+    """What one worker has compiled another need not, nor the same one after it forgot.
+
+    Most of the suite's time is compilation; kept in pytest's own cache, for the next run too.
+    """
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
 SEED = int(np.random.SeedSequence().generate_state(1)[0])
 
 

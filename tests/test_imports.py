@@ -89,8 +89,8 @@ ALLOWED = {
     "backends.xla.tile": {"masks", "spec"},
     "cache": {"sharding", "validate.arguments", "validate.cache"},
     "doctor": {"api", "backends", "spec", "testing"},
-    "flax": {"flax.attention_fn", "flax.config", "flax.rotary"},
-    "flax.attention_fn": {
+    "flax": {"flax.adapter", "flax.config", "flax.rotary"},
+    "flax.adapter": {
         "api",
         "backends",
         "spec",

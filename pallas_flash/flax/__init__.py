@@ -13,7 +13,7 @@ except ModuleNotFoundError as error:
         name="flax",
     ) from None
 
-from pallas_flash.flax.attention_fn import AttentionFn, attention_fn, make_attention_fn
+from pallas_flash.flax.adapter import AttentionFn, attention_fn, make_attention_fn
 from pallas_flash.flax.config import AttentionConfig
 from pallas_flash.flax.rotary import (
     LinearScaling,
