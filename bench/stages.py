@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import jax_attention
 import optax
-from decoder import Decoder, DecoderConfig
+from decoder import Caches, Decoder, DecoderConfig, Pair
 from flax import nnx
 
 import pallas_flash
-from pallas_flash import KVCache, flash_attention, flash_decode
+from pallas_flash import flash_attention, flash_decode
 from pallas_flash.flax import AttentionConfig, RotaryEmbedding
 
 # A pytree of arrays.
@@ -244,21 +244,25 @@ class Decode:
         attention = config.attention
         shape = (self.batch, self.length, attention.num_key_value_heads, attention.head_dim)
 
-        def cache(key: jax.Array) -> KVCache:
-            pair = [jax.random.normal(k, shape, attention.dtype) for k in jax.random.split(key)]
-            return KVCache(*pair, jnp.full(self.batch, self.length - 1, jnp.int32))
+        @jax.jit
+        def pair(key: jax.Array) -> Pair:
+            first, second = jax.random.split(key)
+            return (
+                jax.random.normal(first, shape, attention.dtype),
+                jax.random.normal(second, shape, attention.dtype),
+            )
 
         keys = jax.random.split(jax.random.key(seed), config.num_layers)
+        lengths = jnp.full(self.batch, self.length - 1, jnp.int32)
         tokens = _tokens(config, seed, self.batch, 1)
-        return leaves, (tuple(jax.jit(cache)(key) for key in keys), tokens)
+        return leaves, (Caches(tuple(pair(key) for key in keys), lengths), tokens)
 
     def step(self, decoder: ToDecoder, constants: Arrays, carried: Arrays) -> tuple[Arrays, Arrays]:
         caches, tokens = carried
         logits, extended = self._run(decoder, constants, caches, tokens)
         tokens = jnp.argmax(logits, axis=-1)[:, None].astype(jnp.int32)
         # Every step finds the cache as long as the first did.
-        pairs = zip(extended, caches, strict=True)
-        return (tuple(replace(new, lengths=old.lengths) for new, old in pairs), tokens), ()
+        return (replace(extended, lengths=caches.lengths), tokens), ()
 
     def answer(self, decoder: ToDecoder, constants: Arrays, carried: Arrays) -> Arrays:
         return self._run(decoder, constants, *carried)[0]

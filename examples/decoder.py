@@ -16,11 +16,27 @@ from pallas_flash import KVCache, flash_attention, flash_decode
 from pallas_flash.flax import AttentionConfig
 from pallas_flash.flax.nnx import GroupedQueryAttention
 
-# One for each layer; of a decoder that scans, a single one with a leading axis for its layers.
-Caches = tuple[KVCache, ...] | KVCache
+# The keys and values of a layer, each [B, S, K, H].
+Pair = tuple[jax.Array, jax.Array]
 
-# Hidden states [B, T, D] and a layer's cache to the same after that layer.
+# A layer on hidden states [B, T, D] and its share of a pytree: the states after it, and another
+# share.
 Step = Callable[["Layer", jax.Array, Any], tuple[jax.Array, Any]]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, eq=False)
+class Caches:
+    """The caches of all layers, which hold the same positions.
+
+    Attributes:
+      pairs: one for each layer; of a decoder that scans, a single one with a leading axis for its
+        layers.
+      lengths: int32 [B], how many positions of each row are valid, in every layer.
+    """
+
+    pairs: tuple[Pair, ...] | Pair
+    lengths: jax.Array
 
 
 @dataclass(frozen=True)
@@ -193,7 +209,8 @@ class Decoder(nnx.Module):
             attended, cache = layer.attention.prefill(normed, lengths, capacity=capacity)
             return layer.feed_forward(hidden + attended), cache
 
-        return self._run(tokens, step, None)
+        hidden, caches = self._run(tokens, step, None)
+        return hidden, self._together(caches)
 
     def extend(
         self, tokens: jax.Array, caches: Caches, counts: jax.Array | None = None
@@ -203,12 +220,14 @@ class Decoder(nnx.Module):
         Returns normed hidden states [B, T, D] and the caches with these tokens.
         """
 
-        def step(layer: Layer, hidden: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
+        def step(layer: Layer, hidden: jax.Array, pair: Pair) -> tuple[jax.Array, KVCache]:
             normed = layer.attention_norm(hidden)
+            cache = KVCache(*pair, caches.lengths)
             attended, cache = layer.attention.extend(normed, cache, counts)
             return layer.feed_forward(hidden + attended), cache
 
-        return self._run(tokens, step, caches)
+        hidden, extended = self._run(tokens, step, caches.pairs)
+        return hidden, self._together(extended)
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Normed hidden states [..., D] to [..., V]."""
@@ -220,32 +239,38 @@ class Decoder(nnx.Module):
         """Caches that hold nothing, for `extend`."""
         attention = self.config.attention
         dtype = attention.dtype or attention.param_dtype
+        heads, head_dim = attention.num_key_value_heads, attention.head_dim
 
-        def empty() -> KVCache:
-            heads, head_dim = attention.num_key_value_heads, attention.head_dim
+        def empty(_: None = None) -> KVCache:
             return KVCache.empty(batch, capacity, heads, head_dim, dtype)
 
-        caches = tuple(empty() for _ in range(self.config.num_layers))
-        return jax.tree.map(lambda *x: jnp.stack(x), *caches) if self.config.is_scanned else caches
+        num_layers = self.config.num_layers
+        if self.config.is_scanned:
+            return self._together(jax.vmap(empty, axis_size=num_layers)(None))
+        return self._together([empty() for _ in range(num_layers)])
 
-    def _run(self, tokens: jax.Array, step: Step, caches: Any) -> tuple[jax.Array, Any]:
-        """All layers, one after the other."""
+    def _together(self, caches: Any) -> Caches:
+        """The caches of layers, each with lengths of its own, all of them the same."""
+        if self.config.is_scanned:
+            return Caches((caches.key, caches.value), caches.lengths[0])
+        return Caches(tuple((x.key, x.value) for x in caches), caches[0].lengths)
+
+    def _run(self, tokens: jax.Array, step: Step, shares: Any) -> tuple[jax.Array, Any]:
+        """All layers, one after the other, each with its share: None, or as in `Caches.pairs`."""
         hidden = self.embedding(tokens)
         if self.config.is_scanned:
 
             def body(hidden: jax.Array, layer: tuple[Layer, Any]) -> tuple[jax.Array, Any]:
                 return step(layer[0], hidden, layer[1])
 
-            hidden, caches = jax.lax.scan(body, hidden, (self.layers, caches))
+            hidden, after = jax.lax.scan(body, hidden, (self.layers, shares))
         else:
+            shares = [None] * self.config.num_layers if shares is None else shares
             after = []
-            for layer, cache in zip(
-                self.layers, caches or [None] * self.config.num_layers, strict=True
-            ):
-                hidden, cache = step(layer, hidden, cache)
-                after.append(cache)
-            caches = tuple(after)
-        return self.output_norm(hidden), caches
+            for layer, share in zip(self.layers, shares, strict=True):
+                hidden, share = step(layer, hidden, share)
+                after.append(share)
+        return self.output_norm(hidden), after
 
 
 def _norm(config: DecoderConfig, rngs: nnx.Rngs) -> nnx.RMSNorm:

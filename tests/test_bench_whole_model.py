@@ -124,9 +124,9 @@ def test_a_step_goes_on_from_the_one_before(config, monkeypatch):
             assert second[1] < first[1]
         else:
             caches, _ = second[0]
-            assert all((cache.lengths == stage.length - 1).all() for cache in caches)
+            assert (caches.lengths == stage.length - 1).all()
             # The last position is the step's own.
-            before, after = (x[0][0][0].key for x in (first, second))
+            before, after = (x[0][0].pairs[0][0] for x in (first, second))
             np.testing.assert_array_equal(before[:, :-1], after[:, :-1])
 
 
