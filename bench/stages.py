@@ -7,7 +7,7 @@ and a result.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -127,7 +127,8 @@ def parameters(config: DecoderConfig, seed: int) -> Leaves:
     return jax.jit(make)(jax.random.key(seed))
 
 
-class Stage(Protocol):
+@dataclass(frozen=True)
+class Stage:
     """One of the three, at some size.
 
     Attributes:
@@ -135,42 +136,38 @@ class Stage(Protocol):
       length: T of prompts and texts, or how much a cache holds.
       name: for the reader.
       is_scanned: whether a scan runs the layers.
-      tokens: how many a call runs.
     """
 
     batch: int
     length: int
-    name: str
-    is_scanned: bool
+    name: ClassVar[str]
+    is_scanned: ClassVar[bool] = True
 
     @property
-    def tokens(self) -> int: ...
+    def tokens(self) -> int:
+        """How many a call runs."""
+        return self.batch * self.length
 
     def inputs(self, config: DecoderConfig, leaves: Leaves, seed: int) -> tuple[Arrays, Arrays]:
         """What stays, and what each call replaces. The parameters given are used up."""
-        ...
+        raise NotImplementedError
 
     def step(self, decoder: ToDecoder, constants: Arrays, carried: Arrays) -> tuple[Arrays, Arrays]:
         """What is carried on, and a result."""
-        ...
+        raise NotImplementedError
 
     def answer(self, decoder: ToDecoder, constants: Arrays, carried: Arrays) -> Arrays:
         """What is judged."""
-        ...
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class Prefill:
+class Prefill(Stage):
     """Prompts into new caches."""
 
     batch: int = 1
     length: int = 8192
-    name: str = "prefill"
-    is_scanned: bool = True
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.length
+    name = "prefill"
 
     def inputs(self, config: DecoderConfig, leaves: Leaves, seed: int) -> tuple[Arrays, Arrays]:
         return (leaves, _tokens(config, seed, self.batch, self.length)), ()
@@ -189,17 +186,12 @@ class Prefill:
 
 
 @dataclass(frozen=True)
-class Train:
+class Train(Stage):
     """A step of AdamW on the next tokens of a text, each layer computed anew for its gradient."""
 
     batch: int = 1
     length: int = 4096
-    name: str = "training step"
-    is_scanned: bool = True
-
-    @property
-    def tokens(self) -> int:
-        return self.batch * self.length
+    name = "training step"
 
     def inputs(self, config: DecoderConfig, leaves: Leaves, seed: int) -> tuple[Arrays, Arrays]:
         return _tokens(config, seed, self.batch, self.length + 1), (leaves, _ADAM.init(leaves))
@@ -227,14 +219,14 @@ class Train:
 
 
 @dataclass(frozen=True)
-class Decode:
+class Decode(Stage):
     """One more token of each row, after which the cache holds `length` of them."""
 
     batch: int = 16
     length: int = 8192
-    name: str = "decoding step"
+    name = "decoding step"
     # A scan would copy every cache out of the stack and back.
-    is_scanned: bool = False
+    is_scanned = False
 
     @property
     def tokens(self) -> int:

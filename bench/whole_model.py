@@ -77,7 +77,7 @@ def judged(
     at most twice that of `jax.nn` in the same dtype, and one rounding step.
     """
     small = dataclasses.replace(stages.reduced(config), is_scanned=stage.is_scanned)
-    stage = dataclasses.replace(stage, batch=2, length=_JUDGED_LENGTH)  # pyrefly: ignore
+    stage = dataclasses.replace(stage, batch=2, length=_JUDGED_LENGTH)
     constants, carried = stage.inputs(small, stages.parameters(small, seed), seed)
 
     def exact(x: jax.Array) -> jax.Array:
@@ -161,8 +161,8 @@ def measure(
             rows[name] = dataclasses.replace(rows[name], reason=reason_of("refused", problem))
             runner.fill()
             continue
-        memory = program.memory_analysis()
-        rows[name] = dataclasses.replace(rows[name], temporary_bytes=memory.temp_size_in_bytes)
+        if (memory := program.memory_analysis()) is not None:
+            rows[name] = dataclasses.replace(rows[name], temporary_bytes=memory.temp_size_in_bytes)
     times = clock.rounds(calls, [()], rounds, lambda: None)
     return [dataclasses.replace(row, times=times.get(name, ())) for name, row in rows.items()]
 
@@ -268,7 +268,7 @@ def run(args: argparse.Namespace) -> None:
         if stage.name.split()[0] not in args.stage:
             continue
         if args.small:
-            stage = dataclasses.replace(stage, batch=2, length=64)  # pyrefly: ignore
+            stage = dataclasses.replace(stage, batch=2, length=64)
         rows = measure(stage, config, found, clock, args.rounds, args.seed)
         records.append(record(stage, rows))
         console.print(table(records[-1]))

@@ -4,6 +4,8 @@ What `jax.nn.dot_product_attention` takes goes to it as it is; where queries sit
 the first key, and for segments, what each may see is spelled out as a mask.
 """
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 
@@ -25,9 +27,9 @@ def attention(
     scale: float | None = None,
     sinks: jax.Array | None = None,
     precision: str | Precision | None = None,
-    implementation: str | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
-    """As `flash_attention`; `implementation` is one of `jax.nn`'s, "xla" or "cudnn"."""
+    """As `flash_attention`; `implementation` is one of `jax.nn`'s."""
     _refuse(logits_soft_cap=logits_soft_cap, sinks=sinks, precision=precision)
     mask = None
     if query_offset is not None:
@@ -62,7 +64,7 @@ def decode(
     sinks: jax.Array | None = None,
     page_table: jax.Array | None = None,
     precision: str | Precision | None = None,
-    implementation: str | None = None,
+    implementation: Literal["xla", "cudnn"] | None = None,
 ) -> jax.Array:
     """As `flash_decode`, of a contiguous cache, with queries [B, T, N, H]."""
     _refuse(page_table=page_table)
