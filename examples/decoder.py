@@ -11,8 +11,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.linen.dtypes import promote_dtype
 
 from pallas_flash import KVCache, flash_attention, flash_decode
+from pallas_flash.backends import Backend
 from pallas_flash.flax import AttentionConfig
 from pallas_flash.flax.nnx import GroupedQueryAttention
 
@@ -82,6 +84,8 @@ class DecoderConfig:
             )
         if self.is_scanned and self.windows is not None:
             raise ValueError(f"layers that a scan runs are all alike, got windows {self.windows}")
+        # Each has checks of its own.
+        _ = [self.layer(index) for index in range(self.num_layers)]
 
     def layer(self, index: int) -> AttentionConfig:
         """The attention of one layer."""
@@ -129,7 +133,16 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Tokens in, hidden states out, from which `logits` makes those of the next tokens."""
+    """Tokens in, hidden states out, from which `logits` makes those of the next tokens.
+
+    Attributes:
+      config: its sizes.
+      layers: an `nnx.List` of each `Layer`; of a decoder that scans, a single one whose parameters
+        have a leading axis for them.
+    """
+
+    config: DecoderConfig
+    layers: Any
 
     def __init__(
         self,
@@ -231,9 +244,32 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Normed hidden states [..., D] to [..., V]."""
-        if self.config.has_tied_embeddings:
-            return self.embedding.attend(hidden)
-        return self.unembedding(hidden)
+        if not self.config.has_tied_embeddings:
+            return self.unembedding(hidden)
+        attention = self.config.attention
+        hidden, matrix = promote_dtype(hidden, self.embedding.embedding, dtype=attention.dtype)
+        # `attend` would copy the matrix to turn it, with JAX 0.12 on a CPU, and know no precision.
+        return jnp.einsum("...d,vd->...v", hidden, matrix, precision=attention.precision)
+
+    def with_attention(
+        self,
+        attention_fn: Callable[..., jax.Array] = flash_attention,
+        decode_fn: Callable[..., jax.Array] = flash_decode,
+        *,
+        implementation: str | Backend | None = None,
+    ) -> "Decoder":
+        """One that attends by these functions, and that implementation, and shares its parameters.
+
+        The two functions are those of `GroupedQueryAttention`.
+        """
+        attention = replace(self.config.attention, implementation=implementation)
+        config = replace(self.config, attention=attention)
+        other = nnx.eval_shape(
+            lambda: Decoder(
+                config, attention_fn=attention_fn, decode_fn=decode_fn, rngs=nnx.Rngs(0)
+            )
+        )
+        return jax.tree.unflatten(jax.tree.structure(other), jax.tree.leaves(self))
 
     def empty_caches(self, batch: int, capacity: int) -> Caches:
         """Caches that hold nothing, for `extend`."""

@@ -1,4 +1,5 @@
-"""Generate text with SmolLM2-135M-Instruct, its attention computed by `pallas_flash`.
+"""Generate text with a Llama or Qwen3 model, by default SmolLM2-135M-Instruct, its attention
+computed by `pallas_flash`.
 
 python examples/generate.py "Why is the sky blue?"
 python examples/generate.py --prompt "Why is the sky blue?" --prompt "Name a river."  # one batch
@@ -9,21 +10,24 @@ import argparse
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
-import llama
+import jax_attention
 import numpy as np
-import smollm2
-from decoding import Decoder, LengthError, Lengths
+from decoder import Decoder, DecoderConfig
+from decoding import Generator, LengthError, Lengths
+from loading import PACKAGE, WeightsError, find_weights, load
+from text import render_chat, stream_text
 from tokenizers import Tokenizer
 
 import pallas_flash
-from pallas_flash import KVCache, backends
+from pallas_flash import backends
+from pallas_flash.flax import AttentionConfig
 from pallas_flash.spec import AttentionSpec, DecodeOperands, Operands
+from pallas_flash.validate import options
 
 DEFAULT_PROMPT = "What is the capital of France?"
 LOGIT_TOLERANCE = 1e-3
@@ -31,75 +35,48 @@ LOGIT_TOLERANCE = 1e-3
 TITLE_LENGTH = 72
 
 
-@dataclass(frozen=True)
-class FlashAttention:
-    """The library's attention, as `llama.Attention`; equal ones share what they compiled."""
-
-    implementation: str | None = None
-
-    def prefill(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array
-    ) -> jax.Array:
-        """Prompts over themselves."""
-        return pallas_flash.flash_attention(
-            query,
-            key,
-            value,
-            is_causal=True,
-            key_value_seq_lengths=lengths,
-            implementation=self.implementation,
-        )
-
-    def decode(self, query: jax.Array, cache: KVCache) -> jax.Array:
-        """The newest token of each row over its cache."""
-        return pallas_flash.flash_decode(
-            query, cache.key, cache.value, cache.lengths, implementation=self.implementation
-        )
-
-
-@dataclass(frozen=True)
-class ReferenceAttention:
-    """JAX's own attention, with what each query sees spelled out as a mask."""
-
-    def prefill(
-        self, query: jax.Array, key: jax.Array, value: jax.Array, lengths: jax.Array
-    ) -> jax.Array:
-        """Prompts over themselves."""
-        positions = jnp.arange(query.shape[1], dtype=jnp.int32)
-        is_before = positions[None, :] <= positions[:, None]
-        is_token = positions[None, :] < lengths[:, None]
-        mask = is_before[None, None, :, :] & is_token[:, None, None, :]
-        return jax.nn.dot_product_attention(query, key, value, mask=mask)
-
-    def decode(self, query: jax.Array, cache: KVCache) -> jax.Array:
-        """The newest token of each row over its cache."""
-        positions = jnp.arange(cache.capacity, dtype=jnp.int32)
-        mask = positions[None, None, None, :] < cache.lengths[:, None, None, None]
-        return jax.nn.dot_product_attention(query, cache.key, cache.value, mask=mask)
-
-
-def implementation_name(decoder: Decoder, batch_size: int, requested: str | None) -> str:
-    """What runs the decoder's attention when the user asks for `requested`.
-
-    Both names, if the prefill and the decoding run on different implementations.
-    """
-    config, lengths = decoder.model.config, decoder.lengths
+def attention_calls(
+    attention: AttentionConfig, lengths: Lengths, batch_size: int
+) -> tuple[Operands, DecodeOperands]:
+    """What a layer calls attention with: a prompt, or a chunk of it, and a step of decoding."""
+    query_heads, key_value_heads = attention.num_query_heads, attention.num_key_value_heads
 
     def zeros(length: int, heads: int) -> jax.Array:
-        return jnp.zeros((batch_size, length, heads, config.head_dim), jnp.float32)
+        dtype = attention.dtype or attention.param_dtype
+        return jnp.zeros((batch_size, length, heads, attention.head_dim), dtype)
 
-    query_heads, key_value_heads = config.num_query_heads, config.num_key_value_heads
     row_lengths = jnp.zeros(batch_size, jnp.int32)
-    key, cache = (zeros(length, key_value_heads) for length in (lengths.prefill, lengths.cache))
-    calls = [
-        Operands(zeros(lengths.prefill, query_heads), key, key, key_value_seq_lengths=row_lengths),
-        DecodeOperands(zeros(1, query_heads), cache, cache, row_lengths),
-    ]
-    spec = AttentionSpec(
-        scale=config.head_dim**-0.5, is_causal=True, precision=jax.lax.Precision.HIGHEST
+    sinks = jnp.zeros(query_heads) if attention.use_sinks else None
+    cache = zeros(lengths.cache, key_value_heads)
+    prompt = Operands(
+        zeros(lengths.chunk if lengths.is_chunked else lengths.prefill, query_heads),
+        *[cache if lengths.is_chunked else zeros(lengths.prefill, key_value_heads)] * 2,
+        query_offset=row_lengths if lengths.is_chunked else None,
+        query_seq_lengths=row_lengths,
+        key_value_seq_lengths=row_lengths,
+        sinks=sinks,
     )
-    names = [backends.select(requested, spec, call).name for call in calls]
-    return " and ".join(dict.fromkeys(names))
+    return prompt, DecodeOperands(zeros(1, query_heads), cache, cache, row_lengths, sinks=sinks)
+
+
+def implementation_name(config: DecoderConfig, lengths: Lengths, batch_size: int) -> str:
+    """What runs the attention of a decoder.
+
+    Several names, if the prefill and the decoding, or layers, run on different implementations.
+    """
+    names = {}
+    for layer in dict.fromkeys(config.layer(index) for index in range(config.num_layers)):
+        scale, _ = options.scale(layer.scale, layer.head_dim)
+        spec = AttentionSpec(
+            scale=scale,
+            is_causal=True,
+            local_window_size=options.local_window_size(layer.local_window_size),
+            logits_soft_cap=layer.logits_soft_cap,
+            precision=options.precision(layer.precision),
+        )
+        for call in attention_calls(layer, lengths, batch_size):
+            names[backends.select(layer.implementation, spec, call).name] = None
+    return " and ".join(names)
 
 
 def record(
@@ -118,7 +95,7 @@ def rate(count: int, seconds: float) -> str:
 
 def print_stream(tokenizer: Tokenizer, steps: Iterable[dict[int, int]]) -> None:
     """Print the one answer as it comes."""
-    for text in smollm2.stream_text(tokenizer, (tokens[0] for tokens in steps)):
+    for text in stream_text(tokenizer, (tokens[0] for tokens in steps)):
         print(text, end="", flush=True)
     print()
 
@@ -137,18 +114,21 @@ def print_batch(
 
 
 def generate(
-    decoder: Decoder, texts: Sequence[str], prompts: Sequence[Sequence[int]], implementation: str
+    generator: Generator,
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    prompts: Sequence[Sequence[int]],
+    implementation: str,
 ) -> list[list[int]]:
     """Print the answers to `texts`, whose tokens `prompts` holds, and then a line on their speed.
 
     Returns the tokens of each answer.
     """
-    tokenizer = decoder.model.tokenizer
     start = time.perf_counter()
-    decoder.warm_up(prompts)
+    generator.warm_up(prompts)
     compiled = time.perf_counter()
     arrivals: list[tuple[dict[int, int], float]] = []
-    steps = record(decoder.generate(prompts), arrivals)
+    steps = record(generator.generate(prompts), arrivals)
     if len(texts) == 1:
         print_stream(tokenizer, steps)
     else:
@@ -169,7 +149,7 @@ def generate(
 
 @jax.jit
 def largest_difference(
-    parameters: llama.Parameters, hidden: jax.Array, other_hidden: jax.Array, counts: jax.Array
+    decoder: Decoder, hidden: jax.Array, other_hidden: jax.Array, counts: jax.Array
 ) -> jax.Array:
     """The largest difference between the logits of two runs' hidden states, each [B, T, D].
 
@@ -177,7 +157,7 @@ def largest_difference(
     """
 
     def at_position(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
-        logits, other_logits = llama.unembed(parameters, jnp.stack(pair)[:, None, :])
+        logits, other_logits = decoder.logits(jnp.stack(pair)).astype(jnp.float32)
         difference = jnp.abs(logits - other_logits)
         # The maximum of a CPU may pass over NaN.
         return jnp.max(jnp.where(jnp.isnan(difference), jnp.inf, difference))
@@ -190,12 +170,12 @@ def largest_difference(
 
 
 def check(
-    ours: Decoder,
-    other: Decoder,
+    ours: Generator,
+    other: Generator,
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
 ) -> bool:
-    """Compare two decoders on the prompts and all of `answers`; print and return the verdict."""
+    """Compare two generators on the prompts and all of `answers`; print and return the verdict."""
     differences, agreements = [], []
     steps = zip(ours.replay(prompts, answers), other.replay(prompts, answers), strict=True)
     for index, (step, other_step) in enumerate(steps):
@@ -204,9 +184,7 @@ def check(
             counts = np.array([len(prompt) for prompt in prompts], np.int32)
         else:
             counts = np.array([index < len(answer) for answer in answers], np.int32)
-        difference = largest_difference(
-            ours.model.parameters, step.hidden, other_step.hidden, counts
-        )
+        difference = largest_difference(ours.decoder, step.hidden, other_step.hidden, counts)
         differences.append(float(difference))
         agreements.extend((step.tokens == other_step.tokens)[counts > 0])
     passed = max(differences) < LOGIT_TOLERANCE and all(agreements)
@@ -234,7 +212,7 @@ def positive_int(text: str) -> int:
 
 def make_parser() -> Parser:
     """The command line."""
-    parser = Parser(prog="generate.py", description="Generate text with SmolLM2-135M-Instruct.")
+    parser = Parser(prog="generate.py", description="Generate text with a Llama or Qwen3 model.")
     parser.add_argument("prompt", nargs="?", help=f"default: {DEFAULT_PROMPT}")
     parser.add_argument(
         "--prompt",
@@ -256,8 +234,9 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--weights",
         type=Path,
-        metavar="FILE",
-        help=f"a GGUF file (default: the one in the package {smollm2.PACKAGE})",
+        metavar="PATH",
+        help="a GGUF file, or a folder in Hugging Face's layout (default: SmolLM2-135M-Instruct, "
+        f"from the package {PACKAGE})",
     )
     parser.add_argument(
         "--check",
@@ -285,19 +264,29 @@ def prompt_texts(parser: Parser, arguments: argparse.Namespace) -> list[str]:
 
 def run(arguments: argparse.Namespace, texts: Sequence[str]) -> bool:
     """Generate as the command line says; False if a check failed."""
-    model = smollm2.load(arguments.weights or smollm2.find_weights())
+    model = load(arguments.weights or find_weights())
     inputs = texts
     if not arguments.raw:
-        inputs = [smollm2.render_chat(model.chat_template, text) for text in texts]
-    prompts = [model.tokenizer.encode(text).ids for text in inputs]
+        if model.chat_template is None:
+            raise WeightsError(
+                "the model has no chat template; with --raw it continues the prompts themselves"
+            )
+        template, special_tokens = model.chat_template, model.special_tokens
+        inputs = [render_chat(template, text, special_tokens) for text in texts]
+    # A chat template writes the special tokens itself.
+    prompts = [
+        model.tokenizer.encode(text, add_special_tokens=arguments.raw).ids for text in inputs
+    ]
     longest = max(len(prompt) for prompt in prompts)
     lengths = Lengths(longest, arguments.max_new_tokens, model.config.context_length)
-    decoder = Decoder(model, FlashAttention(arguments.implementation), lengths)
-    implementation = implementation_name(decoder, len(prompts), arguments.implementation)
-    answers = generate(decoder, texts, prompts, implementation)
+    decoder = model.decoder.with_attention(implementation=arguments.implementation)
+    implementation = implementation_name(decoder.config, lengths, len(prompts))
+    ours = Generator(decoder, lengths, model.stop_tokens)
+    answers = generate(ours, model.tokenizer, texts, prompts, implementation)
     if not arguments.check:
         return True
-    return check(decoder, Decoder(model, ReferenceAttention(), lengths), prompts, answers)
+    reference = model.decoder.with_attention(jax_attention.attention, jax_attention.decode)
+    return check(ours, Generator(reference, lengths), prompts, answers)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -309,7 +298,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Full float32 products, where a GPU would otherwise shorten them.
         with jax.default_matmul_precision("highest"):
             passed = run(arguments, texts)
-    except (smollm2.WeightsError, LengthError) as error:
+    except (WeightsError, LengthError) as error:
         parser.error(str(error))
     except NotImplementedError as error:
         # The call in the first line, and a reason in each one after it.

@@ -205,6 +205,19 @@ class GGUFFile:
         """Of Jinja."""
         return self._metadata.optional("tokenizer.chat_template", str)
 
+    def special_tokens(self) -> dict[str, str]:
+        """By the names that chat templates have for them."""
+        tokens = self._metadata.get("tokenizer.ggml.tokens", list)
+        found = {}
+        for name in ("bos_token", "eos_token"):
+            field = f"tokenizer.ggml.{name}_id"
+            index = self._metadata.optional(field, int)
+            if index is not None:
+                if not 0 <= index < len(tokens):
+                    raise self._metadata.unexpected(field, f"one of {len(tokens)} tokens")
+                found[name] = tokens[index]
+        return found
+
     def stop_tokens(self) -> frozenset[int]:
         """Ends of a text and of a turn."""
         ids = {self._metadata.get("tokenizer.ggml.eos_token_id", int)}

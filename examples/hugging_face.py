@@ -151,6 +151,19 @@ class HuggingFaceFolder:
             return _read_text(path)
         return self._optional_json("tokenizer_config.json").optional("chat_template", str)
 
+    def special_tokens(self) -> dict[str, str]:
+        """What tokenizer_config.json calls them: a text, or an object with one as its content."""
+        config = self._optional_json("tokenizer_config.json")
+        tokens = {}
+        for name in ("bos_token", "eos_token"):
+            x = config.values.get(name)
+            x = x.get("content") if isinstance(x, dict) else x
+            if isinstance(x, str):
+                tokens[name] = x
+            elif config.values.get(name) is not None:
+                raise config.unexpected(name, "a string or an object with one as its content")
+        return tokens
+
     def stop_tokens(self) -> frozenset[int]:
         """Ends of a text and of a turn, as far as any are known."""
         name = "eos_token_id"

@@ -1,6 +1,7 @@
 """A model and all that turns text into its tokens and back, from a file or a folder."""
 
 import importlib.util
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,12 +25,14 @@ class Model:
       decoder: with the parameters.
       tokenizer: text to tokens and back.
       chat_template: of Jinja; None for a model that is not made for conversations.
+      special_tokens: what the template calls "bos_token" and "eos_token", where there are such.
       stop_tokens: any of them ends an answer.
     """
 
     decoder: Decoder
     tokenizer: Tokenizer
     chat_template: str | None
+    special_tokens: Mapping[str, str]
     stop_tokens: frozenset[int]
 
     @property
@@ -67,7 +70,8 @@ def load(path: Path, dtype: DTypeLike = "float32") -> Model:
     files = _open(path)
     # The tokenizer first: what is wrong with it shows before the weights are read.
     tokenizer = files.tokenizer()
-    chat_template, stop_tokens = files.chat_template(), files.stop_tokens()
+    chat_template, special_tokens = files.chat_template(), files.special_tokens()
+    stop_tokens = files.stop_tokens()
     config = files.config()
     last = max(tokenizer.get_vocab().values(), default=0)
     if last >= config.vocabulary_size:
@@ -75,7 +79,7 @@ def load(path: Path, dtype: DTypeLike = "float32") -> Model:
             f"the tokenizer of {path} has token {last}, but the model only "
             f"{config.vocabulary_size} tokens"
         )
-    return Model(files.decoder(dtype), tokenizer, chat_template, stop_tokens)
+    return Model(files.decoder(dtype), tokenizer, chat_template, special_tokens, stop_tokens)
 
 
 def load_decoder(path: Path, dtype: DTypeLike = "float32") -> Decoder:

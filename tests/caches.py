@@ -56,17 +56,17 @@ def place(cache, row: int, position: int) -> tuple[int, int] | None:
     return (page, position % PAGE_SIZE) if 0 <= page < PAGES else None
 
 
-def appended(cache, *new) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def appended(cache, *new, counts=None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Key, value and lengths after `append`, by NumPy, one position after the other."""
-    count = new[0].shape[1]
+    counts = np.full(cache.lengths.shape, new[0].shape[1]) if counts is None else np.array(counts)
     arrays, news = [np.array(cache.key), np.array(cache.value)], jax.tree.map(np.asarray, new)
     for row, length in enumerate(np.asarray(cache.lengths).tolist()):
-        for i in range(count):
+        for i in range(counts[row]):
             where = place(cache, row, length + i)
             if where is not None:
                 for array, x in zip(arrays, news, strict=True):
                     array[where] = x[row, i]
-    return *arrays, np.asarray(cache.lengths) + count
+    return *arrays, np.asarray(cache.lengths) + counts.astype(np.int32)
 
 
 def assert_holds(cache, expected) -> None:
@@ -76,6 +76,12 @@ def assert_holds(cache, expected) -> None:
         assert got.dtype == array.dtype
         assert not got.weak_type
     assert cache.lengths.dtype == jnp.int32
+
+
+def padded(new, counts) -> tuple[jax.Array, jax.Array]:
+    """Key and value with NaN past each row's count."""
+    is_padding = np.arange(new[0].shape[1]) >= np.array(counts)[:, None]
+    return tuple(jnp.where(is_padding[..., None, None], jnp.nan, x) for x in new)
 
 
 def rows_of(cache) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -93,12 +99,12 @@ def assert_same_rows(got, expected) -> None:
     jax.tree.map(np.testing.assert_array_equal, rows_of(got), rows_of(expected))
 
 
-def directly(cache, key, value):
-    return cache.append(key, value)
+def directly(cache, key, value, counts=None):
+    return cache.append(key, value, counts)
 
 
-def jitted(cache, key, value):
-    return jax.jit(lambda cache, key, value: cache.append(key, value))(cache, key, value)
+def jitted(cache, key, value, counts=None):
+    return jax.jit(lambda cache, *new: cache.append(*new))(cache, key, value, counts)
 
 
 WAYS = [directly, jitted]

@@ -27,6 +27,7 @@ from caches import (
     full,
     jitted,
     normal,
+    padded,
     page_table,
     place,
     prefilled,
@@ -96,6 +97,102 @@ def test_append(kind, way, dtype, count, rng):
         old, cache = cache, way(cache, *(x[:, 0] if count is None else x for x in (key, value)))
         assert_holds(cache, expected)
         jax.tree.map(np.testing.assert_array_equal, old, before)
+
+
+@both_ways
+@both_kinds
+def test_append_by_counts(kind, way, rng):
+    """Padding is not written, whatever it is; of a position alone too."""
+    cache = prefilled(kind, *normal(rng, B, T), LENGTHS, page_table(rng))
+    for counts in ([5, 0, 2], [0, 0, 0], [5, 5, 5], np.array([1, 4, 5], np.uint8)):
+        new = padded(normal(rng, B, 5), counts)
+        expected = appended(cache, *new, counts=counts)
+        cache = way(cache, *new, jnp.asarray(counts))
+        assert_holds(cache, expected)
+    new = padded(normal(rng, B, 1), [0, 1, 1])
+    expected = appended(cache, *new, counts=[0, 1, 1])
+    assert_holds(way(cache, *(x[:, 0] for x in new), np.array([0, 1, 1])), expected)
+
+
+@both_ways
+@both_kinds
+def test_only_what_counts_needs_room(kind, way, rng):
+    cache, counts = full(kind, rng), [2, 0, 5]
+    new = padded(normal(rng, B, 5), counts)
+    expected = appended(cache, *new, counts=counts)
+    assert_holds(way(cache, *new, jnp.asarray(counts)), expected)
+
+
+@both_ways
+def test_only_what_counts_needs_a_page(way, rng):
+    table, counts = page_table(rng), [0, 1, 5]
+    table[0], table[1, 1] = -1, PAGES
+    cache = prefilled(PagedKVCache, *normal(rng, B, T), (0, 15, 20), table)
+    new = padded(normal(rng, B, 5), counts)
+    expected = appended(cache, *new, counts=counts)
+    assert_holds(way(cache, *new, jnp.asarray(counts)), expected)
+
+
+@pytest.mark.parametrize("count", [-1, -(2**31), 6, 2**31 - 1])
+@both_kinds
+def test_a_count_that_cannot_be_shows_in_the_length_inside_jit(kind, count, rng):
+    """Also of a row that is full, or beyond it; one below 0 stays. Other rows are as ever."""
+    cache = prefilled(kind, *normal(rng, B, T), LENGTHS, page_table(rng))
+    new = normal(rng, B, 5)
+    for length, after in (
+        (7, CAPACITY + 1),
+        (CAPACITY, CAPACITY + 1),
+        (60, CAPACITY + 1),
+        (-3, -3),
+    ):
+        lengths = jnp.asarray([length, 15, 20], jnp.int32)
+        odd = dataclasses.replace(cache, lengths=lengths)
+        got = jitted(odd, *new, jnp.asarray([count, 3, 5], jnp.int32))
+        assert got.lengths.tolist() == [after, 18, 25]
+        expected = jitted(odd, *new, jnp.asarray([0, 3, 5], jnp.int32))
+        # Of row 0 nothing is to be read.
+        assert_same_rows(
+            *(dataclasses.replace(x, lengths=x.lengths.at[0].set(0)) for x in (got, expected))
+        )
+
+
+def test_a_contiguous_cache_is_its_own_contiguous_form(rng):
+    cache = prefilled(KVCache, *normal(rng, B, T), LENGTHS, None)
+    assert cache.contiguous() is cache
+
+
+@pytest.mark.parametrize("is_jitted", [False, True], ids=["directly", "jitted"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_contiguous_form_of_pages(dtype, is_jitted, rng):
+    """Position for position, past the lengths too; NaN where there is no page."""
+    table = page_table(rng)
+    cache = prefilled(PagedKVCache, *normal(rng, B, T, dtype=dtype), LENGTHS, table)
+    table[0] = [-1, PAGES, -PAGES]
+    table[1, 2], table[2, 2] = 2**31 - 1, -(2**31)
+    cache = dataclasses.replace(cache, page_table=jnp.asarray(table))
+    got = (jax.jit(PagedKVCache.contiguous) if is_jitted else PagedKVCache.contiguous)(cache)
+    arrays = []
+    for pool in (np.asarray(cache.key), np.asarray(cache.value)):
+        rows = np.full((B, CAPACITY, *pool.shape[2:]), np.nan, pool.dtype)
+        for row in range(B):
+            for position in range(CAPACITY):
+                where = place(cache, row, position)
+                if where is not None:
+                    rows[row, position] = pool[where]
+        arrays.append(rows)
+    assert isinstance(got, KVCache)
+    assert got.capacity == CAPACITY
+    assert got.lengths.tolist() == list(LENGTHS)
+    for x, expected in zip((got.key, got.value), arrays, strict=True):
+        assert x.dtype == jnp.dtype(dtype)
+        # NumPy knows no NaN in bfloat16.
+        np.testing.assert_array_equal(x.astype(jnp.float32), expected.astype(np.float32))
+
+
+def test_the_contiguous_form_goes_on_as_the_pages_do(rng):
+    cache = prefilled(PagedKVCache, *normal(rng, B, T), LENGTHS, page_table(rng))
+    new = normal(rng, B, 5)
+    assert_same_rows(cache.contiguous().append(*new), cache.append(*new))
 
 
 @both_ways

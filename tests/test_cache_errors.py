@@ -1,6 +1,7 @@
 """What the key/value caches refuse, and how."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from caches import (
     assert_holds,
     both_kinds,
     both_ways,
+    full,
     normal,
     page_table,
     prefilled,
@@ -165,6 +167,51 @@ def test_append_of_what_is_no_array(kind, name, rng):
     cache = prefilled(kind, *normal(rng, B, T), LENGTHS, page_table(rng))
     with pytest.raises(ValueError, match=rf"^{name}: expected an array, got NoneType: None$"):
         cache.append(**{**NEW, name: None})
+
+
+@both_ways
+@both_kinds
+@pytest.mark.parametrize("x", [ints(B + 1), ints(B, 1), ints(), zeros(B)], ids=lambda x: got_of(x))
+def test_malformed_counts(kind, way, x, rng):
+    cache = prefilled(kind, *normal(rng, B, T), LENGTHS, page_table(rng))
+    expected = rf"^counts: expected an integer array of shape \[3\], got {re.escape(got_of(x))}"
+    with pytest.raises(ValueError, match=expected):
+        way(cache, **NEW, counts=x)
+
+
+@pytest.mark.parametrize("x", [2, "22", [1.0, 2.0, 0.0], [True, False, True], [[1], [2, 0]]])
+def test_malformed_counts_that_are_no_arrays_of_jax(x, rng):
+    cache = prefilled(KVCache, *normal(rng, B, T), LENGTHS, None)
+    with pytest.raises(ValueError, match=r"^counts: expected an (integer )?array"):
+        cache.append(**NEW, counts=x)
+
+
+@pytest.mark.parametrize("count", [-1, 3, -(2**32), 2**32 + 1])
+@both_kinds
+def test_counts_beyond_what_is_given_are_refused_outside_jit(kind, count, rng):
+    """Those that int32 cannot hold do not wrap."""
+    cache = prefilled(kind, *normal(rng, B, T), LENGTHS, page_table(rng))
+    shown = np.clip(count, -(2**31), 2**31 - 1)
+    with pytest.raises(ValueError, match=f"^counts: expected 0 to 2 for row 1, got {shown}$"):
+        cache.append(**NEW, counts=np.array([2, count, 0]))
+
+
+@both_kinds
+def test_counts_without_room_are_refused_outside_jit(kind, rng):
+    cache = full(kind, rng)
+    expected = "^key: expected at most 2 new positions for row 0, which holds 46 of 48, got 3$"
+    with pytest.raises(ValueError, match=expected):
+        cache.append(*normal(rng, B, 5), [3, 0, 5])
+
+
+def test_counts_without_a_page_are_refused_outside_jit(rng):
+    table = page_table(rng)
+    table[1, 1] = -1
+    cache = prefilled(PagedKVCache, *normal(rng, B, T), LENGTHS, table)
+    cache.append(*normal(rng, B, 5), [5, 1, 5])
+    expected = "a page of 0 to 13 for positions 16 to 31 of row 1, got -1"
+    with pytest.raises(ValueError, match=rf"^cache\.page_table: expected {expected}$"):
+        cache.append(*normal(rng, B, 5), [5, 2, 5])
 
 
 @both_ways

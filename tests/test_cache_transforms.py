@@ -19,11 +19,13 @@ from caches import (
     T,
     appended,
     assert_holds,
+    assert_same_rows,
     both_kinds,
     both_ways,
     full,
     jitted,
     normal,
+    padded,
     page_table,
     place,
     prefilled,
@@ -84,6 +86,30 @@ def test_vmap(kind, rng):
         assert_holds(jax.tree.map(lambda x, i=i: x[i], got), appended(cache, *new))
 
 
+@both_kinds
+def test_vmap_of_counts(kind, rng):
+    caches = [prefilled(kind, *normal(rng, B, T), LENGTHS, page_table(rng)) for _ in range(2)]
+    counts = [[0, 3, 2], [3, 1, 0]]
+    news = [padded(normal(rng, B, 3), x) for x in counts]
+    stacked, new = (jax.tree.map(lambda *xs: jnp.stack(xs), *trees) for trees in (caches, news))
+    got = jax.vmap(kind.append)(stacked, *new, jnp.asarray(counts))
+    for i, cache in enumerate(caches):
+        expected = appended(cache, *news[i], counts=counts[i])
+        assert_holds(jax.tree.map(lambda x, i=i: x[i], got), expected)
+    # As inside `jax.jit`, nothing is refused.
+    got = jax.vmap(kind.append)(stacked, *new, jnp.asarray([[4, 0, 0], [0, -1, 3]]))
+    assert got.lengths.tolist() == [[CAPACITY + 1, 15, 20], [0, CAPACITY + 1, 23]]
+
+
+def test_vmap_of_the_contiguous_form(rng):
+    caches = [
+        prefilled(PagedKVCache, *normal(rng, B, T), LENGTHS, page_table(rng)) for _ in range(2)
+    ]
+    got = jax.vmap(PagedKVCache.contiguous)(jax.tree.map(lambda *xs: jnp.stack(xs), *caches))
+    for i, cache in enumerate(caches):
+        assert_same_rows(jax.tree.map(lambda x, i=i: x[i], got), cache)
+
+
 @both_ways
 @both_kinds
 def test_x64(kind, way, rng):
@@ -94,6 +120,9 @@ def test_x64(kind, way, rng):
         np.testing.assert_array_equal(rows_of(cache)[2][0], prefill[0][2])
         wide = dataclasses.replace(cache, lengths=lengths)
         assert_holds(way(wide, *new), appended(cache, *new))
+        counts = [2, 0, 1]
+        got = way(wide, *new, jnp.asarray(counts, "int64"))
+        assert_holds(got, appended(cache, *new, counts=counts))
 
 
 @both_kinds
@@ -102,8 +131,11 @@ def test_lengths_that_int32_cannot_hold_do_not_wrap(kind, rng):
     with jax.enable_x64(True):
         far = dataclasses.replace(cache, lengths=jnp.asarray([2**32, 2**40 + 1, -(2**32)], "int64"))
         got = jitted(far, *normal(rng, B))
+        counts = jnp.asarray([2**32, -(2**40), 1], "int64")
+        lengths = jitted(cache, *normal(rng, B, 1), counts).lengths
     np.testing.assert_array_equal(got.key, cache.key)
     np.testing.assert_array_equal(got.value, cache.value)
+    assert lengths.tolist() == [CAPACITY + 1, CAPACITY + 1, 21]
 
 
 def test_float64_is_refused():
@@ -127,16 +159,17 @@ def test_a_cache_is_a_frozen_pytree(kind, rng):
     assert shapes.key.shape == cache.key.shape
 
 
+@pytest.mark.parametrize("counts", [None, [3, 1, 2]], ids=["all", "counts"])
 @both_kinds
-def test_gradient(kind, rng):
-    """What was written over, or dropped, has none."""
+def test_gradient(kind, counts, rng):
+    """What was written over, or dropped, or is padding, has none."""
     cache = full(kind, rng)
     cotangents = [
         jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in (cache.key, cache.value)
     ]
 
     def loss(held, new, cache):
-        got = dataclasses.replace(cache, key=held[0], value=held[1]).append(*new)
+        got = dataclasses.replace(cache, key=held[0], value=held[1]).append(*new, counts)
         return sum(jnp.vdot(x, y) for x, y in zip((got.key, got.value), cotangents, strict=True))
 
     arguments = ((cache.key, cache.value), normal(rng, B, 3), cache)
@@ -144,7 +177,7 @@ def test_gradient(kind, rng):
     for old_grad, new_grad, cotangent in zip(held, new, map(np.array, cotangents), strict=True):
         expected = np.zeros(new_grad.shape, np.float32)
         for row, length in enumerate(cache.lengths.tolist()):
-            for i in range(3):
+            for i in range(3 if counts is None else counts[row]):
                 where = place(cache, row, length + i)
                 if where is not None:
                     expected[row, i] = cotangent[where]
@@ -189,6 +222,25 @@ def test_sharded_cache(kind, prefill_spec, row_spec, spec, way, axes, rng):
     assert_holds(got, expected_after)
     for x in (cache.key, cache.value, got.key, got.value):
         assert x.sharding.spec[:3] == spec
+
+
+@pytest.mark.usefixtures("on_cpu")
+@both_kinds
+def test_sharded_counts(kind, rng):
+    batch, counts = 4, [3, 0, 2, 1]
+    table = np.arange(batch * PAGES_PER_ROW).reshape(batch, PAGES_PER_ROW).astype(np.int32)
+    prefill, new = normal(rng, batch, T), padded(normal(rng, batch, 3), counts)
+    lengths = np.array([*LENGTHS, 1], np.int32)
+    expected = appended(prefilled(kind, *prefill, lengths, table), *new, counts=counts)
+    mesh = mesh_of(AxisType.Explicit)
+    heads, rows = (
+        NamedSharding(mesh, PartitionSpec(*spec)) for spec in (("data", None, "model"), ("data",))
+    )
+    with jax.set_mesh(mesh):
+        prefill, new = jax.device_put((prefill, new), heads)
+        lengths, table, counts = jax.device_put((lengths, table, np.array(counts)), rows)
+        got = jitted(prefilled(kind, *prefill, lengths, table), *new, counts)
+    assert_holds(got, expected)
 
 
 @pytest.mark.usefixtures("on_cpu")

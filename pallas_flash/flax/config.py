@@ -1,11 +1,12 @@
 """What a layer is: its sizes, and how its heads attend."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from pallas_flash.backends import Backend
@@ -42,13 +43,14 @@ class AttentionConfig:
       use_sinks: a learned logit for each query head that joins the softmax's denominator.
       dtype: of the computation, float32, bfloat16 or float16; None for what inputs and parameters
         promote to.
-      param_dtype: of the parameters.
+      param_dtype: of the parameters, one of these too.
       precision: of products of float32 operands, in projections and attention.
       kernel_init: makes the kernels, as in `jax.nn.initializers`.
       kernel_axes: names of the axes (features, heads, head dim), each a string or None, which all
         parameters carry as partitioning metadata; None for no metadata. In linen they are logical
         axes; in nnx, those or a mesh's own.
-      implementation: as in `flash_attention`.
+      implementation: as in `flash_attention`, which refuses others; what attends in its place may
+        have names of its own.
     """
 
     features: int
@@ -80,23 +82,43 @@ class AttentionConfig:
         if self.num_query_heads % self.num_key_value_heads:
             expected = f"a divisor of num_query_heads = {self.num_query_heads}"
             arguments.fail("num_key_value_heads", expected, self.num_key_value_heads)
-        for field in fields(self):
-            x = getattr(self, field.name)
-            if field.type in (bool, bool | None) and x is not None and not isinstance(x, bool):
-                arguments.fail(field.name, "a bool", f"{x!r:.80}")
+        for name in ("use_bias", "use_output_bias", "is_causal", "use_sinks"):
+            x = getattr(self, name)
+            is_open = x is None and name == "use_output_bias"
+            if not isinstance(x, bool) and not is_open:
+                arguments.fail(name, "a bool", f"{x!r:.80}")
         if self.rotary is not None:
+            if not isinstance(self.rotary, RotaryEmbedding):
+                arguments.fail("rotary", "None or a RotaryEmbedding", f"{self.rotary!r:.80}")
             self.rotary.frequencies(self.head_dim)
-        if self.norm_epsilon is not None and not 0 < self.norm_epsilon < 1:
-            arguments.fail("norm_epsilon", "a number above 0 and below 1", self.norm_epsilon)
-        options.local_window_size(self.local_window_size)
-        scale, _ = options.scale(self.scale, self.head_dim)
+        epsilon = self.norm_epsilon
+        is_fraction = isinstance(epsilon, (float, np.floating)) and 0 < epsilon < 1
+        if epsilon is not None and not is_fraction:
+            arguments.fail("norm_epsilon", "a number above 0 and below 1", f"{epsilon!r:.80}")
+        window = self.local_window_size
+        options.local_window_size(window)
+        scale, array = options.scale(self.scale, self.head_dim)
+        if array is not None:
+            arguments.fail("scale", "a number known when the layer is made", f"{self.scale!r:.80}")
         options.logits_soft_cap(self.logits_soft_cap, scale)
         options.precision(self.precision)
         if self.dtype is not None:
             arguments.dtype("dtype", self.dtype)
-        if self.kernel_axes is not None and len(self.kernel_axes) != 3:
-            expected = "three names, of features, heads and head dim"
-            arguments.fail("kernel_axes", expected, self.kernel_axes)
+        arguments.dtype("param_dtype", self.param_dtype)
+        if not callable(self.kernel_init):
+            arguments.fail("kernel_init", "a function", f"{self.kernel_init!r:.80}")
+        axes = self.kernel_axes
+        if axes is not None and not _is_named(axes):
+            expected = "strings or None, of features, heads and head dim"
+            arguments.fail("kernel_axes", expected, f"{axes!r:.80}")
+        # In one form, a window as a pair: so equal ones are equal, and all have a hash.
+        if window is not None:
+            sides = window if isinstance(window, (tuple, list)) else (window, window)
+            object.__setattr__(self, "local_window_size", tuple(sides))
+        if self.scale is not None:
+            object.__setattr__(self, "scale", scale)
+        if axes is not None:
+            object.__setattr__(self, "kernel_axes", tuple(axes))
 
     @property
     def has_output_bias(self) -> bool:
@@ -114,3 +136,9 @@ class AttentionConfig:
             return None
         named = dict(zip(("features", "heads", "head_dim"), self.kernel_axes, strict=True))
         return tuple(named[name] for name in names)
+
+
+def _is_named(axes: object) -> bool:
+    """Whether there is a name, or None, for each of the three axes."""
+    is_three = isinstance(axes, (tuple, list)) and len(axes) == 3
+    return is_three and all(isinstance(name, str | None) for name in axes)

@@ -1,6 +1,7 @@
 """What a layer of attention does, whatever holds its parameters: with a cache and without."""
 
 from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from pallas_flash.validate import arguments
 from pallas_flash.validate.decode import MOST_TOKENS
 
 AnyCache = KVCache | PagedKVCache
+Cache = TypeVar("Cache", KVCache, PagedKVCache)
 
 
 class AttentionLayer:
@@ -76,6 +78,8 @@ class AttentionLayer:
           ValueError: an argument is malformed, or does not go with the others or with the config.
           NotImplementedError: the implementation cannot run this call.
         """
+        hidden = _states("hidden", hidden, self.config.features)
+        lengths = _integers("lengths", lengths, hidden.shape[:-2])
         if context is not None:
             if segment_ids is not None or positions is not None:
                 name = "segment_ids" if positions is None else "positions"
@@ -94,7 +98,7 @@ class AttentionLayer:
             is_causal=self.config.is_causal,
             query_seq_lengths=lengths,
             key_value_seq_lengths=lengths,
-            query_segment_ids=segment_ids,
+            query_segment_ids=_integers("segment_ids", segment_ids, hidden.shape[:-1]),
             **self._options(),
         )
         return self.output(attended)
@@ -118,6 +122,8 @@ class AttentionLayer:
           NotImplementedError: the implementation cannot run this call.
         """
         self._require_causal()
+        hidden = _states("hidden", hidden, self.config.features, is_batch=True)
+        lengths = _integers("lengths", lengths, hidden.shape[:1])
         query, key, value = self._heads(hidden, None)
         attended = self.attention_fn(
             query,
@@ -134,8 +140,8 @@ class AttentionLayer:
         return self.output(attended), cache
 
     def extend(
-        self, hidden: jax.Array, cache: AnyCache, counts: ArrayLike | None = None
-    ) -> tuple[jax.Array, AnyCache]:
+        self, hidden: jax.Array, cache: Cache, counts: ArrayLike | None = None
+    ) -> tuple[jax.Array, Cache]:
         """Attention of each row's next tokens over its cache and themselves.
 
         One step of decoding, a chunk of a long prompt, or, on an empty cache, a prefill: tokens sit
@@ -157,7 +163,10 @@ class AttentionLayer:
           NotImplementedError: the implementation cannot run this call.
         """
         self._require_causal()
-        starts = cache.lengths
+        hidden = _states("hidden", hidden, self.config.features, is_batch=True)
+        if not isinstance(cache, AnyCache):
+            arguments.fail("cache", "a KVCache or PagedKVCache", f"{cache!r:.80}")
+        starts = arguments.int32("cache.lengths", cache.lengths, hidden.shape[:1])
         positions = starts[:, None] + jnp.arange(hidden.shape[-2], dtype=jnp.int32)[None]
         query, key, value = self._heads(hidden, positions)
         cache = cache.append(key, value, counts)
@@ -181,7 +190,12 @@ class AttentionLayer:
           context: floats [B, S, context features].
           lengths: integers [B], how many of the S are no padding, which stands on the right; None
             for all.
+
+        Raises:
+          ValueError: an argument is malformed, or does not go with the config.
         """
+        self._require_no_order()
+        context = _states("context", context, self.config.key_value_features, is_batch=True)
         key, value = self.key_value_heads(context)
         if lengths is None:
             lengths = jnp.full(key.shape[0], key.shape[1], jnp.int32)
@@ -192,10 +206,17 @@ class AttentionLayer:
     ) -> jax.Array:
         """Of many tokens of each row over a cache that holds them already, from `starts` on."""
         rows = cache.contiguous()
+        key, value, window = rows.key, rows.value, self.config.local_window_size
+        if isinstance(window, tuple) and cache.page_table is not None:
+            # Pages before the window may have been given to others, and 0 * NaN is NaN.
+            positions = jnp.arange(cache.capacity, dtype=jnp.int32)
+            first = starts - min(window[0], arguments.FARTHEST)
+            is_before = positions[None, :] < first[:, None]
+            key, value = (jnp.where(is_before[..., None, None], 0, x) for x in (key, value))
         attended = self.attention_fn(
             query,
-            rows.key,
-            rows.value,
+            key,
+            value,
             is_causal=True,
             query_offset=starts,
             query_seq_lengths=counts,
@@ -213,17 +234,18 @@ class AttentionLayer:
         context_lengths: ArrayLike | None,
     ) -> jax.Array:
         """Cross-attention, which knows no positions."""
-        for name, none in (("is_causal", False), ("local_window_size", None), ("rotary", None)):
-            if (x := getattr(self.config, name)) != none:
-                arguments.fail(f"config.{name}", f"{none}, as there is a context", x)
+        self._require_no_order()
         query = self.query_heads(hidden)
         if isinstance(context, KVCache):
             if context_lengths is not None:
                 arguments.fail("context_lengths", "None, as the context is a cache", "an array")
             key, value, context_lengths = context.key, context.value, context.lengths
         else:
+            context = _states("context", context, self.config.key_value_features)
             key, value = self.key_value_heads(context)
-        if isinstance(context, KVCache) and query.ndim == 4 and query.shape[1] == 1:
+            context_lengths = _integers("context_lengths", context_lengths, context.shape[:-2])
+        is_step = query.ndim == 4 and query.shape[1] == 1 and lengths is None
+        if isinstance(context, KVCache) and is_step:
             # One token sees all that there is, wherever it is said to sit.
             attended = self.decode_fn(query, key, value, context.lengths, **self._options())
         else:
@@ -270,3 +292,23 @@ class AttentionLayer:
         if self.config.context_features is not None:
             expected = "None, for a cache that grows"
             arguments.fail("config.context_features", expected, self.config.context_features)
+
+    def _require_no_order(self) -> None:
+        for name, none in (("is_causal", False), ("local_window_size", None), ("rotary", None)):
+            if (x := getattr(self.config, name)) != none:
+                arguments.fail(f"config.{name}", f"{none}, as there is a context", x)
+
+
+def _states(name: str, x: ArrayLike, features: int, *, is_batch: bool = False) -> jax.Array:
+    """Hidden states as an array; with a single batch dim where they go with a cache."""
+    x = arguments.array(name, x)
+    is_sequence = x.ndim == 3 if is_batch else x.ndim >= 2
+    is_fit = is_sequence and x.shape[-1] == features and jnp.issubdtype(x.dtype, jnp.floating)
+    shape = f"[{'B' if is_batch else '...'}, {'T' if name == 'hidden' else 'S'}, {features}]"
+    arguments.require(is_fit, name, f"a float array of shape {shape}", x)
+    return x
+
+
+def _integers(name: str, x: ArrayLike | None, shape: tuple[int, ...]) -> ArrayLike | None:
+    """Checked under the name that they have here."""
+    return None if x is None else arguments.integers(name, x, [shape])

@@ -28,6 +28,13 @@ class GroupedQueryAttention(AttentionLayer, linen.Module):
     attention_fn: Callable[..., jax.Array] = flash_attention
     decode_fn: Callable[..., jax.Array] = flash_decode
 
+    # Flax looks after the methods that a class itself defines: interceptors and intermediates of
+    # these, and their names in a profile.
+    __call__ = AttentionLayer.__call__
+    prefill = AttentionLayer.prefill
+    extend = AttentionLayer.extend
+    context_cache = AttentionLayer.context_cache
+
     def setup(self) -> None:
         config = self.config
 

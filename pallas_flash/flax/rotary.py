@@ -123,7 +123,10 @@ class RotaryEmbedding:
         _require_positive(self, "base")
         if not self.base > 1:
             arguments.fail("base", "a number above 1", self.base)
-        if self.scaling is not None and not callable(getattr(self.scaling, "scaled", None)):
+        # A class, not yet one of its values, has the method too.
+        is_scaling = callable(getattr(self.scaling, "scaled", None))
+        is_scaling &= not isinstance(self.scaling, type)
+        if self.scaling is not None and not is_scaling:
             arguments.fail("scaling", "None or a RotaryScaling", f"{self.scaling!r:.80}")
 
     def __call__(self, heads: jax.Array, positions: jax.Array) -> jax.Array:
