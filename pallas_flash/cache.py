@@ -174,8 +174,16 @@ class PagedKVCache:
             pages = pool.at[page_table].get(mode="fill", wrap_negative_indices=False)
             return pages.reshape(page_table.shape[0], self.capacity, *pool.shape[2:])
 
-        key, value = (rows(pool, self.page_table) for pool in (self.key, self.value))
-        return KVCache(key, value, self.lengths)
+        page_table = jnp.asarray(self.page_table)
+        batch = jax.typeof(page_table).sharding.spec[0]
+
+        def sharded_rows(pool: ArrayLike) -> jax.Array:
+            pool = jnp.asarray(pool)
+            spec = PartitionSpec(batch, None, *jax.typeof(pool).sharding.spec[2:])
+            return sharding.automatic(rows, spec)(pool, page_table)
+
+        key, value = (sharded_rows(pool) for pool in (self.key, self.value))
+        return KVCache(key, value, _own(self.lengths))
 
     @classmethod
     def empty(

@@ -219,9 +219,13 @@ def test_sharded_cache(kind, prefill_spec, row_spec, spec, way, axes, rng):
         cache = prefilled(kind, *prefill, lengths, table)
         jax.tree.map(np.testing.assert_array_equal, cache, expected)
         got = way(cache, *new)
+        in_rows = got.contiguous()
     assert_holds(got, expected_after)
+    jax.tree.map(np.testing.assert_array_equal, in_rows, jax.device_get(got).contiguous())
     for x in (cache.key, cache.value, got.key, got.value):
         assert x.sharding.spec[:3] == spec
+    if axes is AxisType.Explicit:
+        assert in_rows.key.sharding.spec[:3] == prefill_spec
 
 
 @pytest.mark.usefixtures("on_cpu")
