@@ -154,15 +154,15 @@ def test_a_gradient_computes_a_layer_anew_but_not_its_attention(remat, runs, mon
 
 
 def test_what_is_written_is_drawn_from_the_logits_of_all_before_it(seed, rng):
-    config = replace(CONFIG, num_layers=2, implementation="xla").decoder
+    config = replace(CONFIG, implementation="xla").decoder
     model = jax.jit(lambda key: Decoder(config, rngs=nnx.Rngs(key)))(jax.random.key(seed))
-    prompt = rng.integers(256, size=7).astype(np.int32)
+    prompt = rng.integers(256, size=80).astype(np.int32)
     key = jax.random.key(seed)
-    written = training.write(model, prompt, key, count=9)
+    written = training.write(model, prompt, key, count=80)
     # Without a cache.
     tokens = jnp.concatenate([prompt, written])[None]
-    logits = jax.jit(lambda model, tokens: model.logits(model(tokens)))(model, tokens)[0, 6:15]
-    expected = jax.vmap(jax.random.categorical)(jax.random.split(key, 9), logits / 0.7)
+    logits = jax.jit(lambda model, tokens: model.logits(model(tokens)))(model, tokens)[0, 79:159]
+    expected = jax.vmap(jax.random.categorical)(jax.random.split(key, 80), logits / 0.7)
     np.testing.assert_array_equal(written, expected)
 
 
