@@ -78,6 +78,9 @@ class DecoderConfig:
         ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.windows is not None:
+            # A list has no hash.
+            object.__setattr__(self, "windows", tuple(self.windows))
         if self.windows is not None and len(self.windows) != self.num_layers:
             raise ValueError(
                 f"windows must be one for each of {self.num_layers} layers, got {self.windows}"

@@ -27,6 +27,7 @@ import pallas_flash
 from pallas_flash import backends
 from pallas_flash.flax import AttentionConfig
 from pallas_flash.spec import AttentionSpec, DecodeOperands, Operands
+from pallas_flash.terminal import printing
 from pallas_flash.validate import options
 
 DEFAULT_PROMPT = "What is the capital of France?"
@@ -296,7 +297,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     texts = prompt_texts(parser, arguments)
     try:
         # Full float32 products, where a GPU would otherwise shorten them.
-        with jax.default_matmul_precision("highest"):
+        with jax.default_matmul_precision("highest"), printing(parser.prog):
             passed = run(arguments, texts)
     except (WeightsError, LengthError) as error:
         parser.error(str(error))

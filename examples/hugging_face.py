@@ -139,10 +139,14 @@ class HuggingFaceFolder:
         if not path.is_file():
             raise WeightsError(f"there is no {path}")
         try:
-            return Tokenizer.from_file(str(path))
+            tokenizer = Tokenizer.from_file(str(path))
         # The library has no errors of its own.
         except Exception as error:
             raise WeightsError(f"{path} describes no tokenizer: {error}") from error
+        # Left from training, and not of the model.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
 
     def chat_template(self) -> str | None:
         """Of Jinja."""

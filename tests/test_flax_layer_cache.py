@@ -276,6 +276,23 @@ def test_a_context_may_be_cached(kind, length, rng):
         assert error(np.asarray(got[name], np.float64), np.asarray(x)) <= BUDGET, name
 
 
+@pytest.mark.parametrize("lengths", [None, [1, 1]], ids=["all", "lengths"])
+@pytest.mark.parametrize("length", [1, 3])
+def test_a_row_of_a_cached_context_that_is_lost_is_nan(length, lengths, rng):
+    config = config_of(is_causal=False)
+    params = parameters(config, rng)
+    hidden, context = normal(rng, B, length, D), normal(rng, B, S, D)
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def run(context_lengths):
+        layer = layer_of("nnx", config, params)
+        return layer(hidden, layer.context_cache(context, context_lengths), lengths=lengths)
+
+    got = run(jnp.asarray([S + 1, S], jnp.int32))
+    assert np.isnan(got[0]).all()
+    assert np.isfinite(got[1]).all()
+
+
 def test_a_cache_has_the_dtype_of_the_computation(rng):
     config = config_of(dtype="bfloat16", rotary=ROTARY)
     params, hidden = parameters(config, rng), normal(rng, B, 3, D)

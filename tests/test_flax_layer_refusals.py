@@ -134,7 +134,13 @@ BAD_CALLS = {
         "key: expected bfloat16, ",
     ),
     "counts": ({}, "extend", [HIDDEN, CACHE, ints(B, 1)], {}, "counts: expected an integer array"),
-    "capacity": ({}, "prefill", [HIDDEN], {"capacity": 2}, "key: expected at most 2 positions"),
+    "capacity": (
+        {},
+        "prefill",
+        [HIDDEN],
+        {"capacity": 2},
+        "capacity: expected at least the 3 positions of hidden, got 2",
+    ),
     "lengths": (
         {},
         "__call__",
@@ -198,6 +204,27 @@ BAD_CALLS = {
         [HIDDEN, CACHE],
         {"context_lengths": ints(B)},
         "context_lengths: expected None, as the context is a cache",
+    ),
+    "context of another batch": (
+        CROSS,
+        "__call__",
+        [HIDDEN, CONTEXT[:1]],
+        {},
+        "context: expected hidden's batch dims [2], got float32[1, ",
+    ),
+    "context of another batch, a cache": (
+        CROSS,
+        "__call__",
+        [HIDDEN[:1], CACHE],
+        {},
+        "context: expected a cache of hidden's batch dims [1], got float32[2, ",
+    ),
+    "positions that nothing is turned by": (
+        {"rotary": None},
+        "__call__",
+        [HIDDEN],
+        {"positions": ints(B, T + 1)},
+        "positions: expected an integer array",
     ),
     "no context": (
         CROSS,

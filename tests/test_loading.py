@@ -12,8 +12,8 @@ import pytest
 from gguf_file import GGUFFile
 from loading import WeightsError, load, load_decoder
 from safetensors.numpy import load_file, save_file
-from text import render_chat
-from tokenizers import Tokenizer, models, pre_tokenizers
+from text import render_chat, stream_text
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from pallas_flash.flax import LinearScaling, Llama3Scaling, RotaryEmbedding, YarnScaling
 
@@ -582,6 +582,15 @@ def test_a_folder_gives_what_belongs_to_text(folder: Path) -> None:
     assert load(folder).stop_tokens == frozenset()
 
 
+def test_a_text_is_neither_cut_nor_padded(folder: Path) -> None:
+    write_tokenizer(folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=5)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    assert load(folder).tokenizer.encode("cab").ids == [2, 0, 1]
+
+
 def test_what_belongs_to_text_is_refused_where_it_is_broken(folder: Path) -> None:
     def error() -> str:
         with pytest.raises(WeightsError) as info:
@@ -613,13 +622,50 @@ def test_what_belongs_to_text_is_refused_where_it_is_broken(folder: Path) -> Non
 
 def test_a_chat_template_gets_what_it_asks_for() -> None:
     template = "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content }}{% endfor %}"
-    chat = render_chat(
-        template + "{{ eos_token }}{{ add_generation_prompt }}", "Hi", {"bos_token": "<s>"}
+    template += "{{ eos_token }}{{ add_generation_prompt }}"
+    assert render_chat(template, "Hi", {"bos_token": "<s>"}) == "<s>user: HiTrue"
+    assert render_chat("{{ messages[0] | tojson }}", "a<b & c's é", {}) == (
+        '{"role": "user", "content": "a<b & c\'s é"}'
     )
-    assert chat == "<s>user: HiTrue"
-    for broken in ("{% for %}", "{{ raise_exception('no system message') }}", "{{ unknown() }}"):
-        with pytest.raises(WeightsError, match="the chat template does not work: "):
-            render_chat(broken, "Hi", {})
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for %}",
+        "{{ raise_exception('no system message') }}",
+        "{{ unknown() }}",
+        "{{ messages[0].content + 1 }}",
+        "{{ 1 / 0 }}",
+        "{{ '\\ud800' }}",
+    ],
+)
+def test_a_chat_template_that_fails_is_refused(template: str) -> None:
+    with pytest.raises(WeightsError, match="the chat template does not work: "):
+        render_chat(template, "Hi", {})
+
+
+def test_streamed_text_keeps_the_spaces_of_a_decoder_that_strips() -> None:
+    words = [
+        "\N{LOWER ONE EIGHTH BLOCK}The",
+        "\N{LOWER ONE EIGHTH BLOCK}sky",
+        "s",
+        "<0xC3>",
+        "<0xA9>",
+    ]
+    tokenizer = Tokenizer(models.BPE({word: i for i, word in enumerate(words)}, []))
+    tokenizer.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\N{LOWER ONE EIGHTH BLOCK}", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokens = [0, 1, 2, 1, 3, 4, 1, 3]
+    pieces = list(stream_text(tokenizer, tokens))
+    assert "".join(pieces) == tokenizer.decode(tokens)
+    assert pieces == ["The", " sky", "s", " sky", "\u00e9", " sky", "\N{REPLACEMENT CHARACTER}"]
 
 
 TOKENIZER = {

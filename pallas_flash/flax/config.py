@@ -48,7 +48,8 @@ class AttentionConfig:
       kernel_init: makes the kernels, as in `jax.nn.initializers`.
       kernel_axes: names of the axes (features, heads, head dim), each a string or None, which all
         parameters carry as partitioning metadata; None for no metadata. In linen they are logical
-        axes; in nnx, those or a mesh's own.
+        axes; in nnx, those or a mesh's own, and Flax from 0.12 on may want a mesh to be set where
+        the parameters are made, as for its own layers.
       implementation: as in `flash_attention`, which refuses others; what attends in its place may
         have names of its own.
     """

@@ -64,7 +64,8 @@ class AttentionLayer:
           hidden: floats [B, T, D].
           context: another sequence, [B, S, context features], or what `context_cache` made of it;
             None for `hidden` itself.
-          lengths: integers [B], how many of the T tokens are no padding, which stands on the right.
+          lengths: integers [B], how many of the T tokens are no padding, which stands on the right;
+            as in `flash_attention`, more than T are T, and less than 0 are 0.
           context_lengths: likewise, of the context's S.
           segment_ids: integers [B, T]: packed sequences, or padding anywhere under an id of its
             own. A token sees those of its own id.
@@ -124,6 +125,9 @@ class AttentionLayer:
         self._require_causal()
         hidden = _states("hidden", hidden, self.config.features, is_batch=True)
         lengths = _integers("lengths", lengths, hidden.shape[:1])
+        if arguments.size("capacity", capacity) < hidden.shape[1]:
+            expected = f"at least the {hidden.shape[1]} positions of hidden"
+            arguments.fail("capacity", expected, capacity)
         query, key, value = self._heads(hidden, None)
         attended = self.attention_fn(
             query,
@@ -223,8 +227,7 @@ class AttentionLayer:
             key_value_seq_lengths=cache.lengths,
             **self._options(),
         )
-        is_lost = (starts < 0) | (cache.lengths > cache.capacity)
-        return jnp.where(is_lost[:, None, None, None], jnp.nan, attended)
+        return _or_nan(attended, cache, starts)
 
     def _over_context(
         self,
@@ -240,8 +243,13 @@ class AttentionLayer:
             if context_lengths is not None:
                 arguments.fail("context_lengths", "None, as the context is a cache", "an array")
             key, value, context_lengths = context.key, context.value, context.lengths
+            expected = f"a cache of hidden's batch dims {list(hidden.shape[:-2])}"
+            arguments.require(key.shape[:1] == hidden.shape[:-2], "context", expected, key)
         else:
             context = _states("context", context, self.config.key_value_features)
+            batch = hidden.shape[:-2]
+            expected = f"hidden's batch dims {list(batch)}"
+            arguments.require(context.shape[:-2] == batch, "context", expected, context)
             key, value = self.key_value_heads(context)
             context_lengths = _integers("context_lengths", context_lengths, context.shape[:-2])
         is_step = query.ndim == 4 and query.shape[1] == 1 and lengths is None
@@ -258,20 +266,22 @@ class AttentionLayer:
                 key_value_seq_lengths=context_lengths,
                 **self._options(),
             )
+            if isinstance(context, KVCache):
+                attended = _or_nan(attended, context, context.lengths)
         return self.output(attended)
 
     def _heads(
         self, hidden: jax.Array, positions: ArrayLike | None
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Query, key and value, turned."""
+        if positions is None:
+            positions = jnp.arange(hidden.shape[-2], dtype=jnp.int32)
+            positions = jnp.broadcast_to(positions, hidden.shape[:-1])
+        else:
+            positions = arguments.int32("positions", positions, hidden.shape[:-1])
         query = self.query_heads(hidden)
         key, value = self.key_value_heads(hidden)
         if self.config.rotary is not None:
-            if positions is None:
-                positions = jnp.arange(hidden.shape[-2], dtype=jnp.int32)
-                positions = jnp.broadcast_to(positions, hidden.shape[:-1])
-            else:
-                positions = arguments.int32("positions", positions, hidden.shape[:-1])
             query, key = (self.config.rotary(x, positions) for x in (query, key))
         return query, key, value
 
@@ -297,6 +307,12 @@ class AttentionLayer:
         for name, none in (("is_causal", False), ("local_window_size", None), ("rotary", None)):
             if (x := getattr(self.config, name)) != none:
                 arguments.fail(f"config.{name}", f"{none}, as there is a context", x)
+
+
+def _or_nan(attended: jax.Array, cache: AnyCache, starts: jax.Array) -> jax.Array:
+    """What was found, and NaN for rows that began below 0 or are longer than the cache has room."""
+    is_lost = (starts < 0) | (cache.lengths > cache.capacity)
+    return jnp.where(is_lost[:, None, None, None], jnp.nan, attended)
 
 
 def _states(name: str, x: ArrayLike, features: int, *, is_batch: bool = False) -> jax.Array:
