@@ -11,7 +11,6 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +26,7 @@ import pallas_flash
 from pallas_flash import backends
 from pallas_flash.flax import AttentionConfig
 from pallas_flash.spec import AttentionSpec, DecodeOperands, Operands
-from pallas_flash.terminal import printing
+from pallas_flash.terminal import Parser, printing
 from pallas_flash.validate import options
 
 DEFAULT_PROMPT = "What is the capital of France?"
@@ -195,13 +194,6 @@ def check(
         f"{sum(agreements)} of {len(agreements)} greedy tokens agree]"
     )
     return passed
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser that reports an error in one line, without the usage text before it."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 def positive_int(text: str) -> int:

@@ -23,7 +23,7 @@ def error_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
             generate.main(arguments)
         assert exit_info.value.code == 2
         error = capsys.readouterr().err
-        assert error.startswith("generate.py: error: ")
+        assert error.startswith("generate.py: ")
         assert error.count("\n") == 1
         return error
 
@@ -63,7 +63,7 @@ def test_implementation_that_cannot_run_here(
     assert exit_info.value.code == 2
     # The library lists its reasons, a line each.
     error = capsys.readouterr().err
-    assert error.startswith("generate.py: error: ")
+    assert error.startswith("generate.py: ")
     assert "triton: " in error
 
 
