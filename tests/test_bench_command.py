@@ -227,7 +227,7 @@ def test_no_git_no_revision(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("written", "message"),
     [
-        (None, "expected a file of headline, models, decode, origin, memory"),
+        (None, "expected a file of headline, models, decode, whole-model, origin, memory"),
         ('{"header": {}, "jo', "headline.json: run.py did not write it: JSONDecodeError"),
         ("{}", "headline.json: run.py did not write it: KeyError"),
         ("[1]", "headline.json: run.py did not write it: TypeError"),
