@@ -81,12 +81,12 @@ class DecoderConfig:
         if self.windows is not None:
             # A list has no hash.
             object.__setattr__(self, "windows", tuple(self.windows))
-        if self.windows is not None and len(self.windows) != self.num_layers:
-            raise ValueError(
-                f"windows must be one for each of {self.num_layers} layers, got {self.windows}"
-            )
-        if self.is_scanned and self.windows is not None:
-            raise ValueError(f"layers that a scan runs are all alike, got windows {self.windows}")
+            if len(self.windows) != self.num_layers:
+                layers = f"{self.num_layers} layers"
+                raise ValueError(f"windows must be one for each of {layers}, got {self.windows}")
+            if self.is_scanned:
+                alike = "layers that a scan runs are all alike"
+                raise ValueError(f"{alike}, got windows {self.windows}")
         # Each has checks of its own.
         _ = [self.layer(index) for index in range(self.num_layers)]
 

@@ -26,7 +26,7 @@ import pallas_flash
 from pallas_flash import backends
 from pallas_flash.flax import AttentionConfig
 from pallas_flash.spec import AttentionSpec, DecodeOperands, Operands
-from pallas_flash.terminal import Parser, printing
+from pallas_flash.terminal import Parser, printing, refusal
 from pallas_flash.validate import options
 
 DEFAULT_PROMPT = "What is the capital of France?"
@@ -294,9 +294,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (WeightsError, LengthError) as error:
         parser.error(str(error))
     except NotImplementedError as error:
-        # The call in the first line, and a reason in each one after it.
-        call, *reasons = str(error).splitlines()
-        parser.error(f"{'; '.join(reason.strip() for reason in reasons)} ({call.rstrip(':')})")
+        parser.error(refusal(error))
     return 0 if passed else 1
 
 

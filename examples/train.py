@@ -24,7 +24,7 @@ from rich.progress import Progress
 from training import DTYPES, TrainConfig, Training, write
 
 import pallas_flash
-from pallas_flash.terminal import Parser, printing
+from pallas_flash.terminal import Parser, printing, refusal
 
 PROGRAM = "train.py"
 
@@ -199,9 +199,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     except NotImplementedError as error:
-        # The call in the first line, and a reason in each one after it.
-        call, *reasons = str(error).splitlines()
-        parser.error(f"{'; '.join(reason.strip() for reason in reasons)} ({call.rstrip(':')})")
+        parser.error(refusal(error))
     # Full float32 products, where a GPU would otherwise shorten them.
     with jax.default_matmul_precision("highest"), printing(PROGRAM):
         passed = run(config, corpus, arguments)

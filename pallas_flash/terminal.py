@@ -16,6 +16,12 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (--help says what there is)\n")
 
 
+def refusal(error: NotImplementedError) -> str:
+    """In one line what the library says in several: the call, and each reason not to run it."""
+    call, *reasons = str(error).splitlines()
+    return f"{'; '.join(reason.strip() for reason in reasons)} ({call.rstrip(':')})"
+
+
 @contextlib.contextmanager
 def printing(program: str) -> Generator[None]:
     """End in a sentence, with code 1, where what is printed inside finds no reader or no room."""
